@@ -1,0 +1,13 @@
+"""flashgen generates flash-attention kernels and finds the fastest one for your GPU.
+
+The files in reading order: errors, hardware, paths, spec, reference, space, families, render, workers, compile, launch,
+check, benchmark, model, records, choice, store, select, tune, dispatch, export, analyze, report, cli.
+"""
+
+from __future__ import annotations
+
+from flashgen.dispatch import attention, explain, forget
+from flashgen.errors import FlashgenError
+from flashgen.version import VERSION as __version__
+
+__all__ = ["FlashgenError", "__version__", "attention", "explain", "forget"]

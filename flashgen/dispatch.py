@@ -1,0 +1,222 @@
+"""`attention()`: a small key -> a cached plan -> one launch. Nothing on this path renders, reads files or tunes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flashgen.errors import InputError, UnsupportedError
+from flashgen.hardware import gpu_of
+from flashgen.reference import tiled_attention
+from flashgen.spec import causal_from, check_scale, check_tensors, from_tensors
+
+if TYPE_CHECKING:
+    from flashgen.launch import Bound
+    from flashgen.select import Selection
+
+CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Plans are small and quick to make again; a service that meets ever new lengths must not grow for ever.
+MAX_PLANS = 8192
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one kind of call needs.
+
+    Attributes:
+        selection: the variant and why it was chosen.
+        bound: the kernel bound to this layout; None when there is nothing to compute.
+        scale: the default softmax scale.
+        out_shape: shape of the output where it is not that of q.
+        lse_shape: [batch, heads, seq_q].
+        copies: a tensor's last dimension is strided, so it is copied first.
+    """
+
+    selection: Selection
+    bound: Bound | None
+    scale: float
+    out_shape: tuple[int, ...] | None
+    lse_shape: tuple[int, int, int]
+    copies: bool
+
+
+_plans: dict[tuple[object, ...], Plan] = {}
+_planning = threading.Lock()
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    family: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale) v, by the fastest kernel known for this GPU and these sizes.
+
+    On CPU tensors (fp16, bf16, fp32, fp64) the same is computed in plain torch.
+
+    Args:
+        q: [batch, heads, seq_q, head_dim], any strides; fp16, bf16 or fp32.
+        k: [batch, kv_heads, seq_kv, head_dim]; query head h reads key head h // (heads // kv_heads).
+        v: [batch, kv_heads, seq_kv, head_dim_v].
+        causal: True or "bottom_right" shows row i the keys j <= i + (seq_kv - seq_q); "top_left" j <= i.
+        scale: multiplies the scores; default head_dim ** -0.5. Any finite number is used as given.
+        layout: "bshd" for tensors [batch, seq, heads, head_dim]; the output has the inputs' layout.
+        return_lse: return (output, lse) with the natural log-sum-exp of the scores, fp32 [batch, heads, seq_q].
+        family: run this kernel family or raise; None chooses, and `flashgen.explain` says how.
+
+    Returns:
+        [batch, heads, seq_q, head_dim_v] in the inputs' dtype. A row that sees no key is 0 and its lse -inf.
+
+    Raises:
+        InputError: the arguments do not fit together.
+        UnsupportedError: no kernel does this.
+    """
+    if not (isinstance(q, Tensor) and q.is_cuda):
+        return _on_cpu(q, k, v, causal, scale, layout, return_lse, family)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise UnsupportedError(
+            "flashgen has no backward kernel yet, but an input requires a gradient. "
+            "Call under torch.no_grad(), or detach the inputs."
+        )
+    try:
+        pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        key = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            q.device, k.device, v.device, pointers & 15, causal, layout, return_lse, family,
+            torch.backends.cuda.matmul.allow_tf32,
+        )  # fmt: skip
+        plan = _plans.get(key)
+    except (AttributeError, TypeError):
+        # Not tensors, or options that no dict can hold: validation says which.
+        from_tensors(q, k, v, causal=causal, layout=layout)
+        raise
+    if plan is None:
+        plan = _plan(key, q, k, v, causal, layout, return_lse, family)
+    if plan.copies:
+        q, k, v = _with_contiguous_rows(q), _with_contiguous_rows(k), _with_contiguous_rows(v)
+    if scale is None:
+        scale = plan.scale
+    elif not (type(scale) is float and 0.0 < scale < math.inf):
+        q, scale = _positive_scale(q, scale)
+    out = torch.empty_like(q) if plan.out_shape is None else q.new_empty(plan.out_shape)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
+    if plan.bound is not None:
+        plan.bound(q, k, v, out, lse, scale)
+    return out if lse is None else (out, lse)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | str = False,
+    layout: str = "bhsd",
+    family: str | None = None,
+) -> Selection:
+    """Which kernel `attention` would launch for these tensors, from which file and why, and what was refused.
+
+    Arguments as for `attention`; nothing is launched. `str()` of the result is meant for people.
+    """
+    from flashgen.select import select
+
+    spec, problem = from_tensors(q, k, v, causal=causal, layout=layout)
+    if not q.is_cuda:
+        raise InputError(
+            f"explain is about kernels on a GPU, but the tensors are on {q.device}: plain torch runs there."
+        )
+    return select(spec, problem, gpu_of(q.device.index), family)
+
+
+def forget() -> None:
+    """Drop all plans, so that newly tuned configs and changed files are seen."""
+    from flashgen.select import forget_selections
+
+    _plans.clear()
+    forget_selections()
+
+
+def _plan(
+    key: tuple[object, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: object,
+    layout: str,
+    return_lse: bool,
+    family: str | None,
+) -> Plan:
+    """Validate, select, compile and bind; remembered under the key."""
+    # Imported here: rendering and reading YAML are for the first call of a kind, not for `import flashgen`.
+    from flashgen.launch import bind
+    from flashgen.select import select
+
+    spec, problem = from_tensors(q, k, v, causal=causal, layout=layout)
+    copies = any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in (q, k, v))
+    if copies:
+        q, k, v = _with_contiguous_rows(q), _with_contiguous_rows(k), _with_contiguous_rows(v)
+    same_width = spec.head_dim == spec.head_dim_v
+    out_shape = None if same_width else (*q.shape[:3], spec.head_dim_v)
+    out = torch.empty_like(q) if out_shape is None else q.new_empty(out_shape)
+    with _planning:
+        # A capture must not read files; what is chosen then without them is not kept for later.
+        capturing = torch.cuda.is_current_stream_capturing()
+        selection = select(spec, problem, gpu_of(q.device.index), family, read_files=not capturing)
+        bound = None
+        if out.numel():
+            views = [tensor if layout == "bhsd" else tensor.transpose(1, 2) for tensor in (q, k, v, out)]
+            bound = bind(selection.variant, *views, lse=return_lse)
+        lse_shape = (problem.batch, problem.heads, problem.seq_q)
+        plan = Plan(selection, bound, spec.head_dim**-0.5, out_shape, lse_shape, copies)
+        if not capturing:
+            if len(_plans) >= MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    return plan
+
+
+def _with_contiguous_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it when its last dimension is strided."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores with a positive scale, which the kernels need: their maximum is that of the unscaled scores."""
+    check_scale(scale)
+    if scale == 0:
+        return torch.zeros_like(q), 1.0
+    return (q, float(scale)) if scale > 0 else (-q, -float(scale))
+
+
+def _on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: object,
+    scale: float | None,
+    layout: str,
+    return_lse: bool,
+    family: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    check_tensors(q, k, v, layout, CPU_DTYPES)
+    check_scale(scale)
+    if q.device.type != "cpu":
+        raise UnsupportedError(f"flashgen runs on CUDA and CPU tensors, but got {q.device}. Move them to one of these.")
+    if family is not None:
+        raise UnsupportedError(f"family={family!r} runs on a GPU, but the tensors are on the CPU. Leave family out.")
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = tiled_attention(q, k, v, causal=causal_from(causal), scale=scale)
+    if layout == "bshd":
+        out = out.transpose(1, 2).contiguous()
+    return (out, lse) if return_lse else out

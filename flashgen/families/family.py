@@ -1,0 +1,66 @@
+"""What every kernel family says about itself, and Variant: one family, spec and config, exactly one generated file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flashgen.hardware import Gpu
+from flashgen.space import Config, Rejection, Rule, Space, config_from, first_broken
+from flashgen.spec import Op, Spec
+
+
+@dataclass(frozen=True)
+class Family:
+    """One template with its choices, rules and needs.
+
+    Attributes:
+        name: the stem of its template, golden files and YAML key.
+        op: what it computes.
+        choices: the search space as a table, name -> values.
+        rules: constraints with reasons, cheap ones first; the one list for space, tuner, store and dispatcher.
+        default: a config that obeys the rules for (spec, gpu), for when nobody tuned.
+        shared_memory: (low, high) bytes of shared memory that the compiled kernel will need; low is certain.
+    """
+
+    name: str
+    op: Op
+    choices: Mapping[str, Sequence[int]]
+    rules: tuple[Rule, ...]
+    default: Callable[[Spec, Gpu], Config]
+    shared_memory: Callable[[Spec, Config, Gpu], tuple[int, int]]
+
+    def space(self, spec: Spec, gpu: Gpu) -> Space:
+        """Every config, split into usable and refused with a reason."""
+        return Space.of(self.choices, self.rules, spec, gpu)
+
+    def refuses(self, spec: Spec, config: Config, gpu: Gpu) -> Rejection | None:
+        """Why this config cannot run here, or None."""
+        return first_broken(self.rules, spec, config, gpu)
+
+    def config(self, values: Mapping[str, object]) -> Config:
+        """A Config from untrusted values; InputError names the key that is wrong."""
+        return config_from(values, self.choices)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel: what it computes, by which template, with which numbers."""
+
+    family: Family
+    spec: Spec
+    config: Config
+
+    @property
+    def slug(self) -> str:
+        """Readable part of the file name, e.g. `triton_fwd_d128_bf16_causal_q128_kv64_w8_s3`."""
+        short = {
+            "block_q": "q",
+            "block_kv": "kv",
+            "num_warps": "w",
+            "num_stages": "s",
+            "index_bits": "i",
+            "advance": "a",
+        }
+        numbers = "_".join(f"{short.get(name, name)}{value}" for name, value in self.config.items())
+        return f"{self.family.name}_{self.spec.slug}_{numbers}"

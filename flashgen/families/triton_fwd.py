@@ -1,0 +1,124 @@
+"""`triton_fwd`: the FlashAttention-2 forward in portable Triton, for every GPU that Triton compiles for."""
+
+from __future__ import annotations
+
+from flashgen.families.family import Family
+from flashgen.hardware import Gpu
+from flashgen.space import Config, Rule
+from flashgen.spec import Spec
+
+CHOICES = {
+    "block_q": (16, 32, 64, 128),
+    "block_kv": (16, 32, 64, 128),
+    "num_warps": (2, 4, 8),
+    "num_stages": (1, 2, 3, 4),
+    # How the loop addresses K and V. Which of the four ptxas schedules best differs by tile: up to 25 % on an H200,
+    # where some make it serialise the matrix products.
+    "index_bits": (32, 64),
+    "advance": (0, 1),
+}
+
+
+def _uses_wgmma(config: Config, gpu: Gpu) -> bool:
+    """Hopper's and Blackwell's matrix instructions need 64 rows and a whole warpgroup."""
+    warpgroups = gpu.backend == "cuda" and (gpu.sm == 90 or 100 <= gpu.sm < 120)
+    return warpgroups and config["block_q"] >= 64 and config["num_warps"] >= 4
+
+
+def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
+    """(low, high) bytes of shared memory of the compiled kernel.
+
+    Fitted to compiled kernels: Q, then K and V in as many buffers as the pipeliner keeps, then P where it changes
+    layout between the two products. With wgmma all stages live in shared memory; with mma.sync one fewer. Turing
+    and AMD have no asynchronous copies to shared memory, so the pipeliner keeps nothing beyond the tiles.
+    """
+    element = spec.element_bytes
+    block_q, block_kv, stages = config["block_q"], config["block_kv"], config["num_stages"]
+    q = block_q * spec.block_d * element
+    kv = block_kv * (spec.block_d + spec.block_dv) * element
+    p = block_q * block_kv * element
+    if spec.dtype == "fp32" or gpu.backend == "hip" or gpu.sm < 80:
+        # Products without tensor cores and machines without cp.async: only compiling tells.
+        return 0, q + stages * kv + block_q * (block_kv + 1) * 4
+    if _uses_wgmma(config, gpu):
+        low = q + (stages * kv if stages > 1 else kv // 2)
+        return low, low + (p if stages == 1 else 0)
+    if stages > 1:
+        low = q + (stages - 1) * kv
+        return low, low + (p if block_q < 128 else 0)
+    return q, q + kv // 2 + p
+
+
+def _shared_memory_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    low, _ = shared_memory(spec, config, gpu)
+    if low > gpu.shared_per_block:
+        return f"needs at least {low} bytes of shared memory, {gpu.name} allows {gpu.shared_per_block}"
+    return None
+
+
+def _capability_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    if gpu.backend == "cuda" and gpu.sm < 75:
+        return f"{gpu.name} has capability {gpu.arch}; Triton supports sm_75 and newer"
+    if gpu.backend == "cuda" and gpu.sm < 80 and spec.dtype == "bf16":
+        return f"{gpu.name} ({gpu.arch}) has no bf16 arithmetic; use fp16 or a GPU of sm_80 or newer"
+    return None
+
+
+def _stages_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    stages = config["num_stages"]
+    if gpu.backend == "cuda" and gpu.sm < 80 and stages > 2:
+        return f"{gpu.arch} has no asynchronous copies, so num_stages={stages} cannot pipeline; use 1 or 2"
+    return None
+
+
+def _accumulator_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    """Scores and accumulator stay in registers: 255 a thread, and what exceeds them spills to memory."""
+    lanes = 32 if gpu.backend == "cuda" else 64
+    need = config["block_q"] * (spec.block_dv + config["block_kv"]) // (lanes * config["num_warps"])
+    # Exactly 256 leaves no register for anything else, yet compilers may keep part of it as packed 16-bit P.
+    if need > 256:
+        return f"keeps {need} fp32 values a thread in registers, where 255 fit"
+    return None
+
+
+def _warps_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    """tl.dot gives each warp at least 16 rows; more warps than rows repeat each other's work."""
+    if config["num_warps"] * 16 > max(config["block_q"], 64):
+        return f"num_warps={config['num_warps']} exceeds the {config['block_q']} rows of block_q / 16"
+    return None
+
+
+# (block_q, block_kv, num_warps, num_stages), best first: what won on an H200 for narrow and for wide heads.
+_NARROW_TILES = ((128, 64, 4, 3),)
+_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))
+# For fp32, whose products run without tensor cores, and where little shared memory is left.
+_SMALL_TILES = ((32, 32, 4, 2), (16, 16, 2, 2), (16, 16, 2, 1))
+
+
+def default(spec: Spec, gpu: Gpu) -> Config:
+    """The largest of a few well-known tiles that obeys the rules and is sure to fit into shared memory."""
+    narrow = _NARROW_TILES if max(spec.block_d, spec.block_dv) <= 64 else ()
+    for tile in _SMALL_TILES if spec.dtype == "fp32" else (*narrow, *_TILES, *_SMALL_TILES):
+        config = Config(**dict(zip(CHOICES, (*tile, 32, 0), strict=True)))
+        fits = shared_memory(spec, config, gpu)[1] <= gpu.shared_per_block
+        if fits and all(rule.broken(spec, config, gpu) is None for rule in RULES):
+            break
+    return config
+
+
+RULES = (
+    Rule("capability", _capability_rule),
+    Rule("stages", _stages_rule),
+    Rule("warps", _warps_rule),
+    Rule("registers", _accumulator_rule),
+    Rule("shared memory", _shared_memory_rule),
+)
+
+TRITON_FWD = Family(
+    name="triton_fwd",
+    op="forward",
+    choices=CHOICES,
+    rules=RULES,
+    default=default,
+    shared_memory=shared_memory,
+)

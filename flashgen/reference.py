@@ -1,0 +1,100 @@
+"""Attention in plain torch, forward: the truth that kernels are checked against, and what CPU tensors run on.
+
+Imports nothing of ours. Shapes: q [batch, heads, seq_q, head_dim], k [batch, kv_heads, seq_kv, head_dim],
+v [batch, kv_heads, seq_kv, head_dim_v]; heads is a multiple of kv_heads, query head h reads key head
+h // (heads // kv_heads). `causal` is "none", "bottom_right" (key j visible to row i iff j <= i + seq_kv - seq_q) or
+"top_left" (j <= i). A row that sees no key has output 0 and LSE -inf.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def visible_keys(seq_q: int, seq_kv: int, causal: str, device: torch.device | None = None) -> Tensor:
+    """Which keys each row sees: bool [seq_q, seq_kv]."""
+    if causal == "none":
+        return torch.ones(seq_q, seq_kv, dtype=torch.bool, device=device)
+    diagonal = seq_kv - seq_q if causal == "bottom_right" else 0
+    return torch.ones(seq_q, seq_kv, dtype=torch.bool, device=device).tril(diagonal)
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: str = "none", scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale) v with the whole score matrix in memory, every step in the inputs' dtype.
+
+    Run on float64 inputs it is the reference; run on the inputs' own dtype it is the yardstick of the accept rule.
+
+    Returns:
+        o [batch, heads, seq_q, head_dim_v] in the inputs' dtype, and lse [batch, heads, seq_q] (natural log) in
+        fp32, or fp64 for fp64 inputs.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    grouped = _grouped(q, k)
+    scores = (grouped @ k[:, :, None].transpose(-1, -2)) * scale
+    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device)
+    p, lse = _softmax(_statistics_dtype(scores).masked_fill(~seen, -math.inf))
+    o = p.to(v.dtype) @ v[:, :, None]
+    return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
+
+
+def tiled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: str = "none",
+    scale: float | None = None,
+    block_kv: int = 512,
+) -> tuple[Tensor, Tensor]:
+    """The same, block by block with the online softmax: no seq_q x seq_kv matrix is ever stored.
+
+    FlashAttention-2 (Dao 2023), algorithm 1, with the running maximum and sum carried apart (Milakov and Gimelshein
+    2018): a stored log-sum-exp cannot stand in for the maximum. Statistics and accumulator are fp32, or fp64 for
+    fp64 inputs. Returns as `plain_attention`.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    grouped = _grouped(q, k).to(wide) * scale
+    row_max = torch.full(grouped.shape[:-1], -math.inf, dtype=wide, device=q.device)
+    row_sum = torch.zeros_like(row_max)
+    acc = torch.zeros(*grouped.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
+    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device)
+    for start in range(0, k.shape[2], block_kv):
+        keys = slice(start, start + block_kv)
+        scores = grouped @ k[:, :, None, keys].to(wide).transpose(-1, -2)
+        scores = scores.masked_fill(~seen[:, keys], -math.inf)
+        new_max = torch.maximum(row_max, scores.amax(-1))
+        safe_max = new_max.masked_fill(new_max == -math.inf, 0.0)
+        p = torch.exp(scores - safe_max[..., None])
+        rescale = torch.exp(row_max - safe_max)
+        row_sum = row_sum * rescale + p.sum(-1)
+        acc = acc * rescale[..., None] + p @ v[:, :, None, keys].to(wide)
+        row_max = new_max
+    empty = row_sum == 0
+    o = acc / row_sum.masked_fill(empty, 1.0)[..., None]
+    lse = row_max + torch.log(row_sum)
+    return o.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
+
+
+def _grouped(q: Tensor, k: Tensor) -> Tensor:
+    """q as [batch, kv_heads, group, seq_q, head_dim], so that keys broadcast over their group without a copy."""
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads = k.shape[1]
+    return q.reshape(batch, kv_heads, heads // max(kv_heads, 1), seq_q, head_dim)
+
+
+def _statistics_dtype(scores: Tensor) -> Tensor:
+    return scores if scores.dtype == torch.float64 else scores.float()
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities and natural log-sum-exp over the last dimension; empty rows give 0 and -inf."""
+    if scores.shape[-1] == 0:
+        return scores, scores.new_full(scores.shape[:-1], -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]), lse

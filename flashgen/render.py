@@ -1,0 +1,97 @@
+"""Variant -> source text. The only file that knows Jinja."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+
+import jinja2
+import jinja2.meta
+
+from flashgen.errors import RenderError
+from flashgen.families import Variant
+from flashgen.paths import data_dir
+from flashgen.version import VERSION
+
+# How a family's Config names reach Triton: block sizes are constexpr parameters in capitals, launch options as they are.
+LAUNCH_OPTIONS = ("num_warps", "num_stages")
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(data_dir("templates")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def kernel_options(config: Mapping[str, int]) -> dict[str, int]:
+    """The CONFIG line of a generated file: `{"BLOCK_Q": 128, ..., "num_warps": 8}`."""
+    return {name if name in LAUNCH_OPTIONS else name.upper(): value for name, value in config.items()}
+
+
+@functools.cache
+def template_hash(family: str) -> str:
+    """First 12 hex digits of the sha256 over a family's template and everything it includes."""
+    environment = _environment()
+    digest = hashlib.sha256()
+    pending = [f"{family}.py.jinja"]
+    seen: set[str] = set()
+    while pending:
+        name = pending.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
+        assert environment.loader is not None
+        text = environment.loader.get_source(environment, name)[0]
+        digest.update(text.encode())
+        # Includes are literal names in our templates; a computed one would be None and is refused.
+        for found in jinja2.meta.find_referenced_templates(environment.parse(text)):
+            if found is None:
+                raise RenderError(f"templates/{name} includes a template by a computed name; write it out.")
+            pending.append(found)
+    return digest.hexdigest()[:12]
+
+
+def render(variant: Variant, *, interpreter: bool = False, standalone: bool = False) -> str:
+    """The complete source text of a variant; equal inputs give equal bytes.
+
+    Args:
+        variant: what to render.
+        interpreter: multiply in fp32 where Triton's interpreter has no bf16 arithmetic.
+        standalone: add an `attention()` function and a self-check under `__main__`.
+
+    Raises:
+        RenderError: the template is missing, or names something that the variant does not say.
+    """
+    spec = variant.spec
+    family = variant.family.name
+    named = {name: getattr(spec, name) for name in sorted(spec.__dataclass_fields__)}
+    context = {
+        "spec": spec,
+        "config": variant.config,
+        "family": family,
+        "title": {"forward": "forward"}[spec.op],
+        "version": VERSION,
+        "template_hash": template_hash(family),
+        "spec_line": ", ".join(f"{name}={value}" for name, value in named.items()),
+        "config_line": ", ".join(f"{name}={value}" for name, value in variant.config.items()),
+        "config_literal": _literal(kernel_options(variant.config)),
+        "interpreter": interpreter,
+    }
+    try:
+        text = _environment().get_template(f"{family}.py.jinja").render(context)
+        if standalone:
+            text += "\n\n" + _environment().get_template("lib/standalone.py.jinja").render(context)
+    except jinja2.TemplateError as error:
+        raise RenderError(f"templates/{family}.py.jinja cannot be rendered for {variant.slug}: {error}") from error
+    return text
+
+
+def _literal(options: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f'"{name}": {value!r}' for name, value in options.items()) + "}"

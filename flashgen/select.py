@@ -1,0 +1,133 @@
+"""Which variant serves a call: a tuned one from the store, else the family's default; with the reasons."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from flashgen.errors import UnsupportedError
+from flashgen.families import FAMILIES, Family, Variant, family_named
+from flashgen.hardware import Gpu
+from flashgen.records import Versions
+from flashgen.render import template_hash
+from flashgen.spec import Bucket, Problem, Spec
+from flashgen.store import lookup
+from flashgen.version import VERSION
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A variant and how it was chosen.
+
+    Attributes:
+        variant: what will be launched.
+        gpu, bucket: what it was chosen for.
+        method: "measured" or "estimated" when tuned, "default" when nobody tuned for such a call.
+        source: the file that the winner came from.
+        why: one sentence.
+        notes: what else was considered, and why it was passed over.
+    """
+
+    variant: Variant
+    gpu: Gpu
+    bucket: Bucket
+    method: Literal["measured", "estimated", "default"]
+    source: str | None
+    why: str
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.variant.slug} on {self.gpu.label} ({self.gpu.arch})",
+            f"  chosen: {self.method}: {self.why}",
+            f"  source: {self.source or 'built into the family'}",
+            *(f"  note:   {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+
+def select(spec: Spec, problem: Problem, gpu: Gpu, family: str | None = None, *, read_files: bool = True) -> Selection:
+    """Choose the variant for one call; remembered per bucket.
+
+    Args:
+        spec: what to compute.
+        problem: the call's sizes; only its bucket matters.
+        gpu: where it will run.
+        family: only this family, or an error.
+        read_files: whether tuned files may be consulted if they were not already.
+
+    Raises:
+        UnknownNameError: no such family.
+        UnsupportedError: no family can run this spec on this GPU; the message lists why.
+    """
+    key = (spec, problem.bucket, gpu, family)
+    if not read_files and key not in _selected:
+        note = "tuned files are not read while a CUDA graph is captured"
+        return _default(spec, problem.bucket, gpu, _candidates(spec, family), (note,))
+    if key not in _selected:
+        _selected[key] = _select(*key)
+    return _selected[key]
+
+
+def current_versions(family: str, driver: str | None = None) -> Versions:
+    """What a result of this family is made with, here and now."""
+    triton = importlib.metadata.version("triton")
+    return Versions(VERSION, triton, torch.__version__, driver, template_hash(family))
+
+
+_selected: dict[tuple[Spec, Bucket, Gpu, str | None], Selection] = {}
+
+
+def forget_selections() -> None:
+    """Look into the tuned files again on the next call."""
+    _selected.clear()
+
+
+def _candidates(spec: Spec, family: str | None) -> list[Family]:
+    named = [family_named(family)] if family is not None else list(FAMILIES.values())
+    return [candidate for candidate in named if candidate.op == spec.op]
+
+
+def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None) -> Selection:
+    candidates = _candidates(spec, family)
+    names = [candidate.name for candidate in candidates]
+    found = lookup(spec, bucket, gpu, families=names, current={name: current_versions(name) for name in names})
+    if found.found is None:
+        return _default(spec, bucket, gpu, candidates, tuple(found.notes))
+    entry = found.found.entry
+    tuned_for = f"seq_q {entry.bucket.seq_q}, seq_kv {entry.bucket.seq_kv}"
+    how = "exactly this bucket" if found.found.how == "exact" else "the nearest tuned bucket"
+    stale = (found.found.stale,) if found.found.stale else ()
+    return Selection(
+        variant=Variant(family_named(entry.family), spec, entry.config),
+        gpu=gpu,
+        bucket=bucket,
+        method=entry.method,
+        source=str(found.found.path),
+        why=f"{how} ({tuned_for}), {entry.time.median_us:.1f} us {entry.method}",
+        notes=(*stale, *found.notes),
+    )
+
+
+def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], notes: tuple[str, ...]) -> Selection:
+    refusals = []
+    for candidate in candidates:
+        config = candidate.default(spec, gpu)
+        rejection = candidate.refuses(spec, config, gpu)
+        if rejection is None:
+            return Selection(
+                variant=Variant(candidate, spec, config),
+                gpu=gpu,
+                bucket=bucket,
+                method="default",
+                source=None,
+                why=f"nobody tuned {spec.slug} for this bucket of {gpu.name}; run `flashgen tune --gpu {gpu.name}`",
+                notes=(*notes, *refusals),
+            )
+        refusals.append(f"{candidate.name}: {rejection.reason}")
+    raise UnsupportedError(
+        f"no kernel computes {spec.slug} on {gpu.label} ({gpu.arch}): {'; '.join(refusals) or 'no family has this op'}."
+    )

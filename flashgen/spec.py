@@ -1,0 +1,255 @@
+"""What is computed (Spec) and at which sizes (Problem); the only place that judges a caller's tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
+
+import torch
+
+from flashgen.errors import InputError, did_you_mean
+
+Op = Literal["forward"]
+DType = Literal["fp16", "bf16", "fp32"]
+Causal = Literal["none", "bottom_right", "top_left"]
+Precision = Literal["ieee", "tf32"]
+Layout = Literal["bhsd", "bshd"]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
+DTYPE_NAMES: dict[torch.dtype, DType] = {value: cast(DType, key) for key, value in TORCH_DTYPES.items()}
+ELEMENT_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+MAX_HEAD_DIM = 256
+# A length or count beyond this would not fit the kernels' int32 sizes.
+MAX_SIZE = 2**31 - 1
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is >= n, for n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a kernel computes. Every field changes the answer, so every field is part of a variant's identity.
+
+    Attributes:
+        op: `"forward"`: O = softmax(Q K^T * scale) V and LSE.
+        head_dim: true, unpadded width of q and k, 1 to 256.
+        head_dim_v: true width of v and of the output, 1 to 256.
+        dtype: element type of q, k, v and the output.
+        causal: `"bottom_right"` shows row i the keys j <= i + (seq_kv - seq_q); `"top_left"` j <= i.
+        precision: how fp32 inputs multiply: `"ieee"` is true fp32, `"tf32"` the tensor cores' format.
+            16-bit inputs have exact products either way and always say `"ieee"`.
+    """
+
+    op: Op = "forward"
+    head_dim: int = 128
+    head_dim_v: int = 128
+    dtype: DType = "bf16"
+    causal: Causal = "none"
+    precision: Precision = "ieee"
+
+    def __post_init__(self) -> None:
+        for field, kind in (("op", Op), ("dtype", DType), ("causal", Causal), ("precision", Precision)):
+            value = getattr(self, field)
+            if value not in get_args(kind):
+                raise InputError(f"{field}={value!r} is not known. {did_you_mean(str(value), get_args(kind))}")
+        for field in ("head_dim", "head_dim_v"):
+            value = getattr(self, field)
+            if type(value) is not int or not 1 <= value <= MAX_HEAD_DIM:
+                raise InputError(
+                    f"1 <= {field} <= {MAX_HEAD_DIM} must hold, but got {field}={value!r}. "
+                    "Split wider heads, or use torch's scaled_dot_product_attention for them."
+                )
+        if self.precision == "tf32" and self.dtype != "fp32":
+            raise InputError(f"precision='tf32' is for fp32 inputs, but got dtype={self.dtype!r}.")
+
+    @property
+    def block_d(self) -> int:
+        """Width of the q and k tiles: head_dim padded to a power of two of at least 16 (tl.dot's minimum)."""
+        return max(16, next_power_of_2(self.head_dim))
+
+    @property
+    def block_dv(self) -> int:
+        """Width of the v and o tiles."""
+        return max(16, next_power_of_2(self.head_dim_v))
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def slug(self) -> str:
+        """Readable part of a file name, e.g. `d128_bf16_causal`."""
+        width = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        parts = [width, self.dtype]
+        if self.precision != "ieee":
+            parts.append(self.precision)
+        if self.causal != "none":
+            parts.append("causal" if self.causal == "bottom_right" else "causal_top_left")
+        return "_".join(parts)
+
+    @property
+    def tuned_as(self) -> Spec:
+        """The spec under which tuned configs are kept: the two causal alignments differ by one constant."""
+        return replace(self, causal="bottom_right") if self.causal == "top_left" else self
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes of one call; lengths in tokens."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seq_q: int
+    seq_kv: int
+
+    def __post_init__(self) -> None:
+        for field, value in vars(self).items():
+            if type(value) is not int or not 0 <= value <= MAX_SIZE:
+                raise InputError(f"0 <= {field} <= {MAX_SIZE} must hold, but got {field}={value!r}.")
+        if self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads):
+            raise InputError(
+                f"heads must be a multiple of kv_heads, but got heads={self.heads}, kv_heads={self.kv_heads}. "
+                "Query head h reads key head h // (heads // kv_heads)."
+            )
+
+    @property
+    def bucket(self) -> Bucket:
+        """What the store keys on: lengths rounded up to powers of two, so that new lengths need no new tuning."""
+        return Bucket(next_power_of_2(max(1, self.seq_q)), next_power_of_2(max(1, self.seq_kv)))
+
+    def visible_pairs(self, causal: Causal) -> int:
+        """How many (row, key) pairs are computed, over the batch and all heads."""
+        if causal == "none":
+            return self.batch * self.heads * self.seq_q * self.seq_kv
+        diagonal = self.seq_kv - self.seq_q if causal == "bottom_right" else 0
+        # Row i sees clamp(i + diagonal + 1, 0, seq_kv) keys: an arithmetic series between the two clamps.
+        first = min(max(0, -diagonal), self.seq_q)
+        full = min(max(first, self.seq_kv - diagonal), self.seq_q)
+        rows = full - first
+        series = rows * (first + diagonal + 1) + rows * (rows - 1) // 2
+        return self.batch * self.heads * (series + (self.seq_q - full) * self.seq_kv)
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """Lengths rounded up to powers of two."""
+
+    seq_q: int
+    seq_kv: int
+
+    def distance(self, other: Bucket) -> float:
+        """How far two buckets are apart, in doublings of either length."""
+        return abs(math.log2(self.seq_q / other.seq_q)) + abs(math.log2(self.seq_kv / other.seq_kv))
+
+
+def causal_from(value: object) -> Causal:
+    """Translate the public `causal=` argument: False, True (bottom-right), or the alignment's name."""
+    if value is False:
+        return "none"
+    if value is True or value == "bottom_right":
+        return "bottom_right"
+    if value == "top_left":
+        return "top_left"
+    raise InputError(f"causal must be False, True, 'bottom_right' or 'top_left', but got {value!r}.")
+
+
+def check_scale(scale: object) -> None:
+    """Refuse a softmax scale that is not a finite number; None means head_dim ** -0.5."""
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise InputError(f"scale must be None or a finite number, but got {scale!r}.")
+
+
+def check_tensors(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: str,
+    dtypes: Collection[torch.dtype],
+) -> Problem:
+    """Validate the tensors of one call and return its sizes; shapes as in `from_tensors`.
+
+    Raises:
+        InputError: rank, dtype, device, shape or head counts do not fit together.
+    """
+    named = {"q": q, "k": k, "v": v}
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, but got {type(tensor).__name__}.")
+        if tensor.dim() != 4:
+            raise InputError(
+                f"{name} must have 4 dimensions [batch, heads, seq, head_dim], but got shape {tuple(tensor.shape)}. "
+                "Add the missing dimensions with unsqueeze, or pass layout='bshd' for [batch, seq, heads, head_dim]."
+            )
+    if layout not in get_args(Layout):
+        raise InputError(f"layout must be 'bhsd' or 'bshd', but got {layout!r}.")
+    _check_same(named, "dtype", "Cast them to one.")
+    _check_same(named, "device", "Move them to one device.")
+    if q.dtype not in dtypes:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise InputError(f"dtype must be one of {names} on {q.device.type}, but got {q.dtype}. Cast q, k and v.")
+
+    seq_axis, head_axis = (2, 1) if layout == "bhsd" else (1, 2)
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise InputError(f"q, k and v must have one batch size, but got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}.")
+    for axis, what in ((head_axis, "heads"), (seq_axis, "length")):
+        if k.shape[axis] != v.shape[axis]:
+            raise InputError(
+                f"k and v must agree in {what}, but got {k.shape[axis]} and {v.shape[axis]} (layout={layout!r})."
+            )
+    if q.shape[3] != k.shape[3] or 0 in (q.shape[3], v.shape[3]):
+        raise InputError(
+            "q and k must have one head_dim and all head dims must be at least 1, "
+            f"but got q {q.shape[3]}, k {k.shape[3]} and v {v.shape[3]}."
+        )
+    return Problem(q.shape[0], q.shape[head_axis], k.shape[head_axis], q.shape[seq_axis], k.shape[seq_axis])
+
+
+def from_tensors(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: object = False,
+    layout: str = "bhsd",
+) -> tuple[Spec, Problem]:
+    """Validate one call and say what a kernel has to compute for it.
+
+    Args:
+        q: [batch, heads, seq_q, head_dim] (`layout="bshd"`: [batch, seq_q, heads, head_dim]).
+        k: [batch, kv_heads, seq_kv, head_dim] in the same layout.
+        v: [batch, kv_heads, seq_kv, head_dim_v] in the same layout.
+        causal: False, True, "bottom_right" or "top_left".
+        layout: order of the four dimensions.
+
+    Raises:
+        InputError: the tensors or an option do not fit together.
+    """
+    problem = check_tensors(q, k, v, layout, DTYPE_NAMES.keys())
+    tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    spec = Spec(
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        dtype=DTYPE_NAMES[q.dtype],
+        causal=causal_from(causal),
+        precision="tf32" if tf32 else "ieee",
+    )
+    return spec, problem
+
+
+def _check_same(named: dict[str, torch.Tensor], attribute: str, way_out: str) -> None:
+    values = {name: getattr(tensor, attribute) for name, tensor in named.items()}
+    if len(set(values.values())) > 1:
+        listed = ", ".join(f"{name} {value}" for name, value in values.items())
+        raise InputError(f"q, k and v must share one {attribute}, but got {listed}. {way_out}")

@@ -1,0 +1,114 @@
+"""Child processes for work that may hang, abort or poison its process; a failure comes back as a value."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, TimeoutError
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from pebble import ProcessExpired, ProcessPool
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a task did not return: its exception, a timeout or the death of its process.
+
+    Attributes:
+        kind: "timeout", "crash", or the exception's class name.
+        reason: one sentence.
+        fatal: the worker's CUDA context is broken, or its process gone.
+    """
+
+    kind: str
+    reason: str
+    fatal: bool = False
+
+
+class Workers:
+    """A pool of child processes with a time limit on every task.
+
+    A worker that dies or runs out of time is replaced; its task yields a Failure, the others go on. What workers
+    print to stderr (compiler dumps of hundreds of lines) is kept apart and quoted in the Failure.
+    """
+
+    def __init__(self, count: int, preload: str = "flashgen.compile") -> None:
+        # forkserver: torch is imported once, no thread or CUDA context of this process is inherited.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([preload])
+        self._folder = tempfile.TemporaryDirectory(prefix="flashgen-workers-")
+        self._pool = ProcessPool(
+            max_workers=count, context=context, initializer=_start_worker, initargs=(self._folder.name, list(sys.path))
+        )
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.stop()
+        self._pool.join()
+        self._folder.cleanup()
+
+    def submit(self, timeout: float, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Run `function(*args)` in a worker; `outcome` reads the result. The timeout counts from the task's start."""
+        future: Future[R] = self._pool.schedule(_guarded, args=(function, args, kwargs), timeout=timeout)
+        return future
+
+    def outcome(self, future: Future[R]) -> R | Failure:
+        """Wait for a task: its value, or why there is none."""
+        try:
+            result = future.result()
+        except TimeoutError as error:
+            return Failure("timeout", f"did not finish within {error.args[1]:.0f} s", fatal=True)
+        except ProcessExpired as error:
+            return Failure("crash", f"its process died (exit code {error.exitcode}){self._last_words(error.pid)}", True)
+        if isinstance(result, Failure) and result.kind == "RuntimeError":
+            # Triton's pass failures say nothing in the exception and everything on stderr.
+            return result
+        return result
+
+    def _last_words(self, pid: int | None) -> str:
+        with contextlib.suppress(OSError):
+            text = (Path(self._folder.name) / f"{pid}.err").read_text(errors="replace")
+            return _summary(text)
+        return ""
+
+
+def _summary(text: str) -> str:
+    """The telling line of a compiler's output."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"error|assert|fatal|LLVM", line, re.IGNORECASE)]
+    chosen = (telling or lines)[:1]
+    return f": {chosen[0][:300]}" if chosen else ""
+
+
+def _start_worker(folder: str, path: list[str]) -> None:
+    sys.path[:] = path
+    descriptor = os.open(os.path.join(folder, f"{os.getpid()}.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _guarded(function: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, object]) -> R | Failure:
+    """Any exception of a candidate is a Failure with its reason; our own exit requests pass."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        first = str(error).strip().splitlines()[:1]
+        kind = type(error).__name__
+        # After these, every later CUDA call of the process fails as well.
+        fatal = kind == "AcceleratorError" or "CUDA error" in str(error) or "illegal memory access" in str(error)
+        return Failure(kind, f"{kind}: {first[0][:300] if first else 'no message'}", fatal)
