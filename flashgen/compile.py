@@ -181,7 +181,8 @@ def _cubin_usage(cubin: bytes) -> tuple[int, int]:
     from elftools.elf.elffile import ELFFile
 
     values: dict[int, list[int]] = {_EIATTR_FRAME_SIZE: [0], _EIATTR_REGCOUNT: [0]}
-    data = ELFFile(io.BytesIO(cubin)).get_section_by_name(".nv.info").data()
+    section: Any = ELFFile(io.BytesIO(cubin)).get_section_by_name(".nv.info")
+    data: bytes = section.data()
     position = 0
     while position < len(data):
         form, attribute, size = struct.unpack_from("<BBH", data, position)

@@ -14,7 +14,7 @@ from flashgen.families import Variant
 from flashgen.paths import data_dir
 from flashgen.version import VERSION
 
-# How a family's Config names reach Triton: block sizes are constexpr parameters in capitals, launch options as they are.
+# Config names reach Triton as constexpr parameters in capitals, these as launch options.
 LAUNCH_OPTIONS = ("num_warps", "num_stages")
 
 

@@ -113,7 +113,7 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None) -> Selecti
 
 
 def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], notes: tuple[str, ...]) -> Selection:
-    refusals = []
+    refusals: list[str] = []
     for candidate in candidates:
         config = candidate.default(spec, gpu)
         rejection = candidate.refuses(spec, config, gpu)

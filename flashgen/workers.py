@@ -13,7 +13,7 @@ from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -45,12 +45,15 @@ class Workers:
 
     def __init__(self, count: int, preload: str = "flashgen.compile") -> None:
         # forkserver: torch is imported once, no thread or CUDA context of this process is inherited.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([preload])
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([preload])
+        self.count = count
         self._folder = tempfile.TemporaryDirectory(prefix="flashgen-workers-")
-        self._pool = ProcessPool(
-            max_workers=count, context=context, initializer=_start_worker, initargs=(self._folder.name, list(sys.path))
-        )
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> Any:
+        arguments = (self._folder.name, list(sys.path))
+        return ProcessPool(max_workers=self.count, context=self._context, initializer=_start_worker, initargs=arguments)
 
     def __enter__(self) -> Workers:
         return self
@@ -75,9 +78,11 @@ class Workers:
             return Failure("timeout", f"did not finish within {error.args[1]:.0f} s", fatal=True)
         except ProcessExpired as error:
             return Failure("crash", f"its process died (exit code {error.exitcode}){self._last_words(error.pid)}", True)
-        if isinstance(result, Failure) and result.kind == "RuntimeError":
-            # Triton's pass failures say nothing in the exception and everything on stderr.
-            return result
+        if isinstance(result, Failure) and result.fatal:
+            # The process lives, but every later CUDA call in it would fail: tasks go to fresh ones.
+            self._pool.stop()
+            self._pool.join()
+            self._pool = self._new_pool()
         return result
 
     def _last_words(self, pid: int | None) -> str:

@@ -21,8 +21,11 @@ CHOICES = {
 
 def _uses_wgmma(config: Config, gpu: Gpu) -> bool:
     """Hopper's and Blackwell's matrix instructions need 64 rows and a whole warpgroup."""
-    warpgroups = gpu.backend == "cuda" and (gpu.sm == 90 or 100 <= gpu.sm < 120)
-    return warpgroups and config["block_q"] >= 64 and config["num_warps"] >= 4
+    return _has_warpgroups(gpu) and config["block_q"] >= 64 and config["num_warps"] >= 4
+
+
+def _has_warpgroups(gpu: Gpu) -> bool:
+    return gpu.backend == "cuda" and (gpu.sm == 90 or 100 <= gpu.sm < 120)
 
 
 def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
@@ -64,10 +67,28 @@ def _capability_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     return None
 
 
+def _fits(spec: Spec, gpu: Gpu, block_q: int, block_kv: int, num_stages: int) -> bool:
+    """Whether a tile is sure to find shared memory, so that smaller ones have nothing to offer."""
+    config = Config(block_q=block_q, block_kv=block_kv, num_warps=4, num_stages=num_stages)
+    return spec.dtype != "fp32" and shared_memory(spec, config, gpu)[1] <= gpu.shared_per_block
+
+
 def _stages_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     stages = config["num_stages"]
-    if gpu.backend == "cuda" and gpu.sm < 80 and stages > 2:
-        return f"{gpu.arch} has no asynchronous copies, so num_stages={stages} cannot pipeline; use 1 or 2"
+    if gpu.backend == "cuda" and gpu.sm < 80:
+        if stages > 2:
+            return f"{gpu.arch} has no asynchronous copies, so num_stages={stages} cannot pipeline; use 1 or 2"
+    elif stages == 1 and _fits(spec, gpu, config["block_q"], config["block_kv"], 2):
+        return "num_stages=1 overlaps no copy with arithmetic, and there is room for 2"
+    return None
+
+
+def _tile_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    """Small tiles read K and V more often and fill no matrix instruction: only where nothing larger fits."""
+    if config["block_q"] < 64 and _fits(spec, gpu, 64, 32, 2):
+        return f"block_q={config['block_q']} reads K and V more often than 64 rows, for which there is room"
+    if config["block_kv"] < 32 and _fits(spec, gpu, config["block_q"], 32, 2):
+        return f"block_kv={config['block_kv']} leaves matrix instructions half empty, and there is room for 32"
     return None
 
 
@@ -83,15 +104,18 @@ def _accumulator_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
 
 def _warps_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     """tl.dot gives each warp at least 16 rows; more warps than rows repeat each other's work."""
-    if config["num_warps"] * 16 > max(config["block_q"], 64):
-        return f"num_warps={config['num_warps']} exceeds the {config['block_q']} rows of block_q / 16"
+    warps = config["num_warps"]
+    if warps * 16 > max(config["block_q"], 64):
+        return f"num_warps={warps} exceeds the {config['block_q']} rows of block_q / 16"
+    if warps < 4 and _has_warpgroups(gpu) and config["block_q"] >= 64:
+        return f"num_warps={warps} is less than a warpgroup, which {gpu.arch}'s matrix instructions need"
     return None
 
 
 # (block_q, block_kv, num_warps, num_stages), best first: what won on an H200 for narrow and for wide heads.
 _NARROW_TILES = ((128, 64, 4, 3),)
 _TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))
-# For fp32, whose products run without tensor cores, and where little shared memory is left.
+# For fp32, whose products run without tensor cores, and where little shared memory is left. The last fits anywhere.
 _SMALL_TILES = ((32, 32, 4, 2), (16, 16, 2, 2), (16, 16, 2, 1))
 
 
@@ -110,6 +134,7 @@ RULES = (
     Rule("capability", _capability_rule),
     Rule("stages", _stages_rule),
     Rule("warps", _warps_rule),
+    Rule("small tile", _tile_rule),
     Rule("registers", _accumulator_rule),
     Rule("shared memory", _shared_memory_rule),
 )

@@ -1,0 +1,142 @@
+"""Which candidate to try next: Optuna over a family's space, with a memory. The only file that knows Optuna."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import optuna
+
+from flashgen.families import Family
+from flashgen.hardware import Gpu
+from flashgen.space import Config, Rejection
+from flashgen.spec import Spec
+
+# Duplicates in a row after which the sampler is taken to have converged; the rest is drawn at random.
+_PATIENCE = 50
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+class Search:
+    """Candidates of one family for one spec and GPU, in the order worth trying.
+
+    A space no larger than `trials` is tried completely. A larger one is sampled by TPE, after `first`. A config is
+    handed out once; what is known of it, also from an earlier run with the same journal, answers from memory.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        spec: Spec,
+        gpu: Gpu,
+        *,
+        trials: int,
+        seed: int,
+        journal: Path | None = None,
+        name: str = "",
+        first: Sequence[Config] = (),
+    ) -> None:
+        self.space = family.space(spec, gpu)
+        self._choices = family.choices
+        self._random = random.Random(seed)
+        self._usable = set(self.space.usable)
+        self._trials: dict[Config, optuna.trial.Trial] = {}
+        self._refused = dict(self.space.rejected)
+        self._study = optuna.create_study(
+            storage=_storage(journal),
+            study_name=f"{name}/{family.name}/{spec.slug}/{self._space_hash()}",
+            sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=10),
+            load_if_exists=True,
+        )
+        self.remembered = self._recall()
+        self._exhaustive = len(self.space.usable) <= trials
+        self._queue = self._start(first)
+        self._left = trials
+
+    def _space_hash(self) -> str:
+        """A stored study cannot change its choices, so other choices are another study."""
+        return hashlib.sha256(json.dumps(sorted(self._choices.items())).encode()).hexdigest()[:8]
+
+    def _recall(self) -> dict[Config, dict[str, object]]:
+        """Outcomes of earlier runs; trials that a killed run left open are closed."""
+        remembered = {}
+        for trial in self._study.get_trials(deepcopy=False):
+            if trial.state == optuna.trial.TrialState.RUNNING:
+                self._study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+            elif "outcome" in trial.user_attrs:
+                remembered[Config(**trial.params)] = trial.user_attrs["outcome"]
+        return remembered
+
+    def _start(self, first: Sequence[Config]) -> Iterator[Config]:
+        rest = list(self.space.usable) if self._exhaustive else []
+        self._random.shuffle(rest)
+        return iter(dict.fromkeys([*(config for config in first if config in self._usable), *rest]))
+
+    def ask(self) -> Config | None:
+        """The next config to try, or None when the trials or the space are used up."""
+        if self._left <= 0 or len(self._trials) + len(self.remembered) >= len(self.space.usable):
+            return None
+        config = self._next()
+        if config is not None:
+            self._left -= 1
+        return config
+
+    def _next(self) -> Config | None:
+        for config in self._queue:
+            if self._new(config):
+                self._study.enqueue_trial(dict(config))
+                self._trials[config] = self._suggest()[1]
+                return config
+        if self._exhaustive:
+            return None
+        for _ in range(_PATIENCE):
+            config, trial = self._suggest()
+            if self._new(config):
+                self._trials[config] = trial
+                return config
+            self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        unseen = [config for config in self.space.usable if self._new(config)]
+        config = self._random.choice(unseen)
+        self._study.enqueue_trial(dict(config))
+        self._trials[config] = self._suggest()[1]
+        return config
+
+    def _new(self, config: Config) -> bool:
+        return config in self._usable and config not in self._trials and config not in self.remembered
+
+    def _suggest(self) -> tuple[Config, optuna.trial.Trial]:
+        trial = self._study.ask()
+        values = {name: trial.suggest_categorical(name, list(choices)) for name, choices in self._choices.items()}
+        return Config(**{name: int(str(value)) for name, value in values.items()}), trial
+
+    def tell(self, config: Config, value: float | None, outcome: Mapping[str, object]) -> None:
+        """Record a result: `value` is what is minimised, None for a candidate that was refused."""
+        trial = self._trials[config]
+        trial.set_user_attr("outcome", dict(outcome))
+        if value is None:
+            self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        else:
+            self._study.tell(trial, value)
+
+    def abandon(self) -> None:
+        """Close the trials that were handed out and never told, as after Ctrl-C."""
+        for trial in self._trials.values():
+            if self._study.trials[trial.number].state == optuna.trial.TrialState.RUNNING:
+                self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+
+    def rejections(self) -> list[Rejection]:
+        """Why the rest of the space was refused before anything was compiled."""
+        return [rejection for _, rejection in self.space.rejected]
+
+
+def _storage(journal: Path | None) -> optuna.storages.BaseStorage:
+    if journal is None:
+        return optuna.storages.InMemoryStorage()
+    from optuna.storages.journal import JournalFileBackend
+
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    return optuna.storages.JournalStorage(JournalFileBackend(str(journal)))

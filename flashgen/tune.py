@@ -1,0 +1,235 @@
+"""The search: refuse by rule, compile in parallel, refuse by resources, check, time, tell, re-measure the finalists."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from flashgen.candidates import Candidate, Method, Ranking, entry_of, from_plain, rank, to_plain
+from flashgen.compile import Resources, compile_resources, judge
+from flashgen.evaluate import evaluate
+from flashgen.families import Family, Variant
+from flashgen.hardware import Gpu
+from flashgen.model import predict_us
+from flashgen.paths import user_dir
+from flashgen.records import Entry
+from flashgen.search import Search
+from flashgen.select import current_versions
+from flashgen.space import Rejection
+from flashgen.spec import Problem, Spec
+from flashgen.workers import Failure, Workers
+
+COMPILE_TIMEOUT_S = 180.0
+EVALUATE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to tune and how long to try.
+
+    Attributes:
+        spec: what is computed.
+        problems: the sizes to be fast at; each gets a winner of its own.
+        gpu: the target; `method` "measured" needs it to be present.
+        families: which kernels compete.
+        trials: candidates to try per family.
+        budget_s: seconds after which no new candidate is started.
+        seed: makes the order of candidates reproducible.
+        resume: continue from the outcomes that an earlier run of the same request left.
+    """
+
+    spec: Spec
+    problems: tuple[Problem, ...]
+    gpu: Gpu
+    families: tuple[Family, ...]
+    method: Method
+    trials: int
+    budget_s: float
+    seed: int = 0
+    resume: bool = True
+
+
+@dataclass
+class Progress:
+    """Where a search stands; handed to the observer after every candidate."""
+
+    spec: Spec
+    total: int
+    started: float
+    budget_s: float
+    done: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    best: Candidate | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one request: a ranking per problem, everything that passed, and why the rest did not."""
+
+    request: Request
+    rankings: tuple[Ranking, ...]
+    candidates: tuple[Candidate, ...]
+    rejections: tuple[Rejection, ...]
+    interrupted: bool
+
+    def entries(self, driver: str | None) -> list[Entry]:
+        """The winners as the store keeps them; empty when nothing passed."""
+        return [
+            entry_of(r, i, self.request.method, current_versions(r.best[0].variant.family.name, driver))
+            for i, r in enumerate(self.rankings)
+            if r.best
+        ]
+
+
+def tune(
+    request: Request, compilers: Workers, gpu_worker: Workers | None, observe: Callable[[Progress], None]
+) -> Outcome:
+    """Search every family of the request and rank what passed, per problem.
+
+    Args:
+        request: what to tune.
+        compilers: processes that compile.
+        gpu_worker: the one process that runs candidates; None when estimating.
+        observe: called after every candidate.
+
+    Ctrl-C ends the search; what was found until then is ranked and returned.
+    """
+    candidates: list[Candidate] = []
+    rejections: list[Rejection] = []
+    interrupted = False
+    start = time.monotonic()
+    for number, family in enumerate(request.families, 1):
+        deadline = start + request.budget_s * number / len(request.families)
+        with _journal(request) as journal:
+            search = Search(
+                family, request.spec, request.gpu, trials=request.trials, seed=request.seed, journal=journal,
+                name=_study_name(request, family), first=(family.default(request.spec, request.gpu),),
+            )  # fmt: skip
+            rejections += search.rejections()
+            progress = Progress(request.spec, min(request.trials, len(search.space.usable)), start, request.budget_s)
+            run = _Run(request, family, search, compilers, gpu_worker, progress, observe, candidates, rejections)
+            try:
+                run.recall()
+                run.until(deadline)
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                search.abandon()
+        if interrupted:
+            break
+    rankings = tuple(rank(problem, i, candidates, gpu_worker) for i, problem in enumerate(request.problems))
+    return Outcome(request, rankings, tuple(candidates), tuple(rejections), interrupted)
+
+
+@dataclass
+class _Run:
+    """One family's search under way."""
+
+    request: Request
+    family: Family
+    search: Search
+    compilers: Workers
+    gpu_worker: Workers | None
+    progress: Progress
+    observe: Callable[[Progress], None]
+    candidates: list[Candidate]
+    rejections: list[Rejection]
+
+    def recall(self) -> None:
+        """Take over what an earlier run found out."""
+        for config, outcome in self.search.remembered.items():
+            self._count(from_plain(Variant(self.family, self.request.spec, config), outcome))
+
+    def until(self, deadline: float) -> None:
+        """Compile ahead in parallel; check and time one candidate after the other."""
+        ahead: deque[tuple[Variant, Future[Resources]]] = deque()
+        depth = 2 * self.compilers.count
+        while True:
+            while len(ahead) < depth and time.monotonic() < deadline:
+                config = self.search.ask()
+                if config is None:
+                    break
+                variant = Variant(self.family, self.request.spec, config)
+                future = self.compilers.submit(COMPILE_TIMEOUT_S, compile_resources, variant, self.request.gpu)
+                ahead.append((variant, future))
+            if not ahead:
+                return
+            variant, future = ahead.popleft()
+            if time.monotonic() > deadline and not future.running() and not future.done():
+                future.cancel()
+                continue
+            compiled = self.compilers.outcome(future)
+            result = self._judge(variant, compiled)
+            value = None
+            if isinstance(result, Candidate):
+                value = sum(math.log(result.us(index)) for index in range(len(self.request.problems)))
+            self.search.tell(variant.config, value, to_plain(result))
+            self._count(result)
+
+    def _judge(self, variant: Variant, compiled: Resources | Failure) -> Candidate | Rejection:
+        rejection = judge(variant, self.request.gpu, compiled)
+        if rejection is not None:
+            return rejection
+        assert isinstance(compiled, Resources)
+        spec, problems, gpu = self.request.spec, self.request.problems, self.request.gpu
+        predicted = tuple(predict_us(spec, variant.config, compiled, problem, gpu) for problem in problems)
+        if self.gpu_worker is None:
+            return Candidate(variant, compiled, predicted)
+        future = self.gpu_worker.submit(EVALUATE_TIMEOUT_S, evaluate, variant, problems)
+        result = self.gpu_worker.outcome(future)
+        if isinstance(result, Failure):
+            return Rejection("benchmark", f"run: {result.kind}", result.reason)
+        if isinstance(result, Rejection):
+            return result
+        return Candidate(variant, compiled, predicted, result.accuracy, result.times)
+
+    def _count(self, result: Candidate | Rejection) -> None:
+        progress = self.progress
+        progress.done += 1
+        if isinstance(result, Rejection):
+            self.rejections.append(result)
+            progress.refused[result.kind] += 1
+        else:
+            self.candidates.append(result)
+            last = len(self.request.problems) - 1
+            if progress.best is None or result.us(last) < progress.best.us(last):
+                progress.best = result
+        self.observe(progress)
+
+
+def _study_name(request: Request, family: Family) -> str:
+    """Results are remembered for this GPU, these sizes and these versions, and for nothing else."""
+    versions = current_versions(family.name)
+    about = [asdict(problem) for problem in request.problems], asdict(versions), request.gpu.identity
+    digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
+    return f"{request.gpu.name}/{request.method}/{digest}"
+
+
+@contextlib.contextmanager
+def _journal(request: Request) -> Iterator[Path | None]:
+    """The file that remembers this GPU's trials; None when not wanted or another process is tuning with it."""
+    if not request.resume:
+        yield None
+        return
+    path = user_dir() / "studies" / f"{request.gpu.name}.journal"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{path}.owner", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        lock.release()
