@@ -11,6 +11,8 @@ import torch
 
 from flashgen.spec import TORCH_DTYPES, Problem, Spec
 
+MIN_SAMPLES = 5
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -37,7 +39,10 @@ def sample(call: Callable[[], object], *, warmup_ms: int = 10, repeat_ms: int = 
     """Times of single calls in microseconds, by CUDA events, the L2 cache overwritten before each."""
     from triton.testing import do_bench
 
-    times: list[float] = do_bench(call, warmup=warmup_ms, rep=repeat_ms, return_mode="all")
+    times: list[float] = []
+    # A slow call fits into the time once or not at all; no median without a few samples.
+    while len(times) < MIN_SAMPLES:
+        times += do_bench(call, warmup=warmup_ms, rep=repeat_ms, return_mode="all")
     return [1000.0 * time for time in times]
 
 

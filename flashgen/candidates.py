@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from flashgen.benchmark import Measurement
 from flashgen.check import Accuracy
-from flashgen.compile import Resources
 from flashgen.evaluate import remeasure
 from flashgen.families import Variant
 from flashgen.records import Accuracy as StoredAccuracy
 from flashgen.records import Entry, Timing, Versions
+from flashgen.resources import Resources
 from flashgen.space import Rejection
 from flashgen.spec import Problem
 from flashgen.workers import Failure, Workers

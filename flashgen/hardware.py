@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import subprocess
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -211,3 +212,16 @@ def identify(
         fp32_tflops=nearest.fp32_tflops * share,
         source=f"rates scaled from {nearest.name} by its number of multiprocessors",
     )
+
+
+@functools.cache
+def driver_version() -> str | None:
+    """The GPU driver's version, or None where nvidia-smi does not tell."""
+    try:
+        output = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, check=True, timeout=30,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return output.split()[0] if output.split() else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flashgen.compile import Resources
 from flashgen.hardware import Gpu
+from flashgen.resources import Resources
 from flashgen.space import Config
 from flashgen.spec import Problem, Spec
 

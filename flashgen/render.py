@@ -12,6 +12,7 @@ import jinja2.meta
 from flashgen.errors import RenderError
 from flashgen.families import Variant
 from flashgen.paths import data_dir
+from flashgen.spec import TORCH_DTYPES
 from flashgen.version import VERSION
 
 # Config names reach Triton as constexpr parameters in capitals, these as launch options.
@@ -83,6 +84,13 @@ def render(variant: Variant, *, interpreter: bool = False, standalone: bool = Fa
         "config_line": ", ".join(f"{name}={value}" for name, value in variant.config.items()),
         "config_literal": _literal(kernel_options(variant.config)),
         "interpreter": interpreter,
+        "standalone": standalone,
+        "torch_dtype": str(TORCH_DTYPES[spec.dtype]),
+        # What the products round to: the dtype itself, or TF32's ten bits of mantissa, which are fp16's.
+        "rounding_dtype": "torch.float16" if spec.precision == "tf32" else str(TORCH_DTYPES[spec.dtype]),
+        "causal_words": {"none": "", "bottom_right": ", causal (bottom-right)", "top_left": ", causal (top-left)"}[
+            spec.causal
+        ],
     }
     try:
         text = _environment().get_template(f"{family}.py.jinja").render(context)

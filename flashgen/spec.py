@@ -17,17 +17,12 @@ Causal = Literal["none", "bottom_right", "top_left"]
 Precision = Literal["ieee", "tf32"]
 Layout = Literal["bhsd", "bshd"]
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-}
+TORCH_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPE_NAMES: dict[torch.dtype, DType] = {value: cast(DType, key) for key, value in TORCH_DTYPES.items()}
 ELEMENT_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 MAX_HEAD_DIM = 256
-# A length or count beyond this would not fit the kernels' int32 sizes.
-MAX_SIZE = 2**31 - 1
+MAX_SIZE = 2**31 - 1  # the kernels' sizes are int32
 
 
 def next_power_of_2(n: int) -> int:

@@ -16,17 +16,19 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from flashgen.candidates import Candidate, Method, Ranking, entry_of, from_plain, rank, to_plain
-from flashgen.compile import Resources, compile_resources, judge
+from flashgen.compile import compile_resources, judge
 from flashgen.evaluate import evaluate
 from flashgen.families import Family, Variant
-from flashgen.hardware import Gpu
+from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.model import predict_us
 from flashgen.paths import user_dir
 from flashgen.records import Entry
+from flashgen.resources import Resources
 from flashgen.search import Search
 from flashgen.select import current_versions
-from flashgen.space import Rejection
+from flashgen.space import Config, Rejection
 from flashgen.spec import Problem, Spec
+from flashgen.store import entries_of
 from flashgen.workers import Failure, Workers
 
 COMPILE_TIMEOUT_S = 180.0
@@ -46,6 +48,7 @@ class Request:
         budget_s: seconds after which no new candidate is started.
         seed: makes the order of candidates reproducible.
         resume: continue from the outcomes that an earlier run of the same request left.
+        first: configs to try before the sampler's, after the family's default.
     """
 
     spec: Spec
@@ -57,6 +60,7 @@ class Request:
     budget_s: float
     seed: int = 0
     resume: bool = True
+    first: tuple[Config, ...] = ()
 
 
 @dataclass
@@ -74,7 +78,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one request: a ranking per problem, everything that passed, and why the rest did not."""
+    """A ranking per problem, everything that passed, and why the rest did not."""
 
     request: Request
     rankings: tuple[Ranking, ...]
@@ -113,7 +117,8 @@ def tune(
         with _journal(request) as journal:
             search = Search(
                 family, request.spec, request.gpu, trials=request.trials, seed=request.seed, journal=journal,
-                name=_study_name(request, family), first=(family.default(request.spec, request.gpu),),
+                name=_study_name(request, family), 
+                first=(family.default(request.spec, request.gpu), *request.first),
             )  # fmt: skip
             rejections += search.rejections()
             progress = Progress(request.spec, min(request.trials, len(search.space.usable)), start, request.budget_s)
@@ -205,6 +210,19 @@ class _Run:
             if progress.best is None or result.us(last) < progress.best.us(last):
                 progress.best = result
         self.observe(progress)
+
+
+def warm_start(spec: Spec, gpu: Gpu, most: int = 8) -> tuple[Config, ...]:
+    """Configs that won for the same head dims with another dtype or mask, here or on other GPUs, frequent ones first.
+
+    They are tried early; a GPU that nobody tuned starts from what others taught.
+    """
+    won: Counter[Config] = Counter()
+    for known in dict.fromkeys((gpu, *KNOWN_GPUS.values())):
+        for _, entry in entries_of(known):
+            if (entry.spec.head_dim, entry.spec.head_dim_v) == (spec.head_dim, spec.head_dim_v):
+                won[entry.config] += 1000 if known == gpu else 1
+    return tuple(config for config, _ in won.most_common(most))
 
 
 def _study_name(request: Request, family: Family) -> str:

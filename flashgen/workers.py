@@ -17,6 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
+from flashgen.errors import MissingDependencyError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -78,6 +80,8 @@ class Workers:
             return Failure("timeout", f"did not finish within {error.args[1]:.0f} s", fatal=True)
         except ProcessExpired as error:
             return Failure("crash", f"its process died (exit code {error.exitcode}){self._last_words(error.pid)}", True)
+        if isinstance(result, Failure) and result.kind in ("ModuleNotFoundError", "ImportError"):
+            raise MissingDependencyError(f"{result.reason}. Install it: no candidate can be tried without it.")
         if isinstance(result, Failure) and result.fatal:
             # The process lives, but every later CUDA call in it would fail: tasks go to fresh ones.
             self._pool.stop()

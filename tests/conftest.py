@@ -13,6 +13,10 @@ import torch
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew instead of comparing with it")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Before collection, so that no test module can read or write the user's own tuned configs.
     home = tempfile.mkdtemp(prefix="flashgen-tests-")

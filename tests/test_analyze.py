@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from flashgen.analyze import Analysis, BudgetRow, analyze, budget
+from flashgen.analyze import Analysis, analyze
+from flashgen.budget import BudgetRow, budget
 from flashgen.errors import InputError
 from flashgen.families.triton_fwd import CHOICES, TRITON_FWD
 from flashgen.hardware import Gpu

@@ -10,7 +10,7 @@ from flashgen.space import Config, Rejection, Rule, Space, config_from, first_br
 from flashgen.spec import Op, Spec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """One template with its choices, rules and needs.
 
@@ -29,6 +29,12 @@ class Family:
     rules: tuple[Rule, ...]
     default: Callable[[Spec, Gpu], Config]
     shared_memory: Callable[[Spec, Config, Gpu], tuple[int, int]]
+
+    def __reduce__(self) -> tuple[Callable[[str], Family], tuple[str]]:
+        """Families travel to child processes by name, so that a process has one object of each."""
+        from flashgen.families import family_named
+
+        return family_named, (self.name,)
 
     def space(self, spec: Spec, gpu: Gpu) -> Space:
         """Every config, split into usable and refused with a reason."""

@@ -1,0 +1,76 @@
+"""`flashgen bench`: flashgen beside SDPA's backends, FlexAttention and plain attention, in one run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+from flashgen.cli import options
+from flashgen.compare import PEERS, Row, compare, host_cost
+from flashgen.errors import UnsupportedError
+from flashgen.hardware import current_gpu, driver_version
+from flashgen.plot import check_plot_path, plot
+from flashgen.report import comparison_table
+
+
+@click.command("bench")
+@click.option("--head-dim", type=options.IntegerList(), default="64,128,256", show_default=True)
+@options.dtype_option
+@options.causal_option
+@options.heads_option
+@click.option("--seq", type=options.IntegerList(), default="512,1024,2048,4096,8192,16384", show_default=True)
+@click.option("--tokens", type=click.IntRange(min=1), default=options.TOKENS, show_default=True, help="batch * seq.")
+@click.option("--peers", default=",".join(PEERS), show_default=True, help="Which to run.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Shuffled rounds of timing.")
+@click.option("--memory", is_flag=True, help="Print peak memory too.")
+@click.option("--host", is_flag=True, help="Print the CPU time of one eager call too.")
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Picture file to write.")
+@options.json_option
+def bench_command(as_json: bool, **given: Any) -> None:
+    """Measure attention implementations side by side on this machine's GPU.
+
+    Times are medians of single calls with a cold L2. An implementation that runs out of memory or refuses a shape is
+    reported as such.
+    """
+    gpu = current_gpu()
+    if given["plot_path"] is not None:
+        check_plot_path(given["plot_path"])
+    names = tuple(given["peers"].split(","))
+    rows: list[Row] = []
+    console = Console(stderr=True)
+    for head_dim in given["head_dim"]:
+        for spec in options.specs_from(gpu, head_dim, None, given["dtype"], given["causal"]):
+            for seq in given["seq"]:
+                problem = options.problem_from(seq, given["heads"], head_dim, given["tokens"])
+                console.print(f"{spec.slug} {problem.batch} x {seq}", style="dim")
+                rows += compare(spec, problem, names, given["rounds"])
+    cost = host_cost() if given["host"] else None
+    machine = {"gpu": gpu.label, "driver": driver_version(), "torch": torch.__version__}
+    if as_json:
+        plain = {
+            "machine": machine,
+            "rows": [asdict(row) for row in rows],
+            "host_us": asdict(cost) if cost is not None else None,
+        }
+        click.echo(json.dumps(plain, indent=2))
+    else:
+        out = Console(width=140)
+        out.print(f"{gpu.label}, driver {machine['driver']}, torch {torch.__version__}")
+        out.print(comparison_table(rows, memory=False))
+        if given["memory"]:
+            out.print(comparison_table(rows, memory=True))
+        if cost is not None:
+            ratio = cost.flashgen_us / cost.sdpa_us
+            out.print(
+                f"CPU time of one call: flashgen {cost.flashgen_us:.1f} us, SDPA {cost.sdpa_us:.1f} us ({ratio:.2f}x)"
+            )
+    if given["plot_path"] is not None:
+        plot(rows, given["plot_path"], f"{gpu.label}, torch {torch.__version__}")
+    if all(row.measurement is None for row in rows if row.name == "flashgen"):
+        raise UnsupportedError("flashgen ran none of these problems; the table says why.")

@@ -1,0 +1,106 @@
+"""Options that several commands share, and how their text becomes Specs and Problems."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import click
+
+from flashgen.errors import InputError
+from flashgen.hardware import Gpu, current_gpu
+from flashgen.spec import MAX_HEAD_DIM, Causal, DType, Problem, Spec
+
+# FlashAttention's benchmark set: 16,384 tokens, heads * head_dim = 2,048.
+TOKENS = 16384
+WIDTH = 2048
+
+
+class IntegerList(click.ParamType[tuple[int, ...]]):
+    """Positive integers separated by commas: 1024,4096."""
+
+    name = "integers"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of integers such as 1024,4096.", param, ctx)
+        if any(number < 1 for number in numbers):
+            self.fail(f"every number must be at least 1, but got {value!r}.", param, ctx)
+        return tuple(dict.fromkeys(numbers))
+
+
+class Heads(click.ParamType[tuple[int, int]]):
+    """Query heads, or query/key heads: 32 or 32/8."""
+
+    name = "heads"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        first, _, second = str(value).partition("/")
+        try:
+            heads, kv_heads = int(first), int(second or first)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of heads such as 32, or 32/8 for 8 key heads.", param, ctx)
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+            self.fail(f"heads must be a positive multiple of kv_heads, but got {heads}/{kv_heads}.", param, ctx)
+        return heads, kv_heads
+
+
+class DTypes(click.ParamType[tuple[str, ...]]):
+    """Element types separated by commas: fp16,bf16."""
+
+    name = "dtypes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = tuple(dict.fromkeys(str(value).split(",")))
+        for name in names:
+            if name not in ("fp16", "bf16", "fp32"):
+                self.fail(f"{name!r} is not one of fp16, bf16, fp32.", param, ctx)
+        return names
+
+
+CAUSAL_CHOICES = {"true": ("bottom_right",), "false": ("none",), "both": ("none", "bottom_right")}
+
+gpu_option = click.option(
+    "--gpu", required=True, help="Target: a known name such as a100 or h200, or auto for the GPU of this machine."
+)
+head_dim_option = click.option("--head-dim", type=click.IntRange(1, MAX_HEAD_DIM), required=True, help="Width of q, k.")
+head_dim_v_option = click.option(
+    "--head-dim-v", type=click.IntRange(1, MAX_HEAD_DIM), help="Width of v and the output; default: --head-dim."
+)
+dtype_option = click.option("--dtype", type=DTypes(), help="fp16, bf16, fp32 or several; default: bf16.")
+causal_option = click.option("--causal", type=click.Choice(list(CAUSAL_CHOICES)), default="both", show_default=True)
+heads_option = click.option("--heads", type=Heads(), help="Heads, or heads/kv_heads; default: 2048 / head_dim.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
+
+
+def gpu_from(name: str) -> Gpu:
+    """The GPU that `--gpu` means."""
+    return current_gpu() if name == "auto" else Gpu.named(name)
+
+
+def specs_from(
+    gpu: Gpu, head_dim: int, head_dim_v: int | None, dtypes: tuple[str, ...] | None, causal: str
+) -> list[Spec]:
+    """Every spec that the options name."""
+    if dtypes is None:
+        dtypes = ("fp16",) if gpu.backend == "cuda" and gpu.sm < 80 else ("bf16",)
+    return [
+        Spec(head_dim=head_dim, head_dim_v=head_dim_v or head_dim, dtype=cast(DType, dtype), causal=cast(Causal, mask))
+        for dtype in dtypes
+        for mask in CAUSAL_CHOICES[causal]
+    ]
+
+
+def problem_from(seq: int, heads: tuple[int, int] | None, head_dim: int, tokens: int = TOKENS) -> Problem:
+    """One problem of about `tokens` tokens."""
+    if seq > 2**24:
+        raise InputError(f"--seq must be at most {2**24}, but got {seq}.")
+    query, key = heads or (max(1, WIDTH // head_dim),) * 2
+    return Problem(max(1, tokens // seq), query, key, seq, seq)

@@ -1,0 +1,135 @@
+"""`flashgen tune`: search, show progress, store the winners."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+from flashgen import store
+from flashgen.candidates import Method
+from flashgen.cli import options
+from flashgen.compile import require_triton
+from flashgen.errors import StoreError, TuneError
+from flashgen.families import FAMILIES, family_named
+from flashgen.hardware import Gpu, current_gpu, driver_version
+from flashgen.paths import user_dir
+from flashgen.report import outcome_to_plain, refusal_table, tune_progress, winners_tables
+from flashgen.tune import Outcome, Request, tune, warm_start
+from flashgen.workers import Workers
+
+DEFAULT_BUDGET_S = {"measured": 600.0, "estimated": 45.0}
+
+
+@click.command("tune")
+@options.gpu_option
+@options.head_dim_option
+@options.head_dim_v_option
+@options.dtype_option
+@options.causal_option
+@options.heads_option
+@click.option("--seq", type=options.IntegerList(), default="1024,4096,16384", show_default=True, help="Lengths.")
+@click.option("--family", help="Only this kernel family.")
+@click.option("--trials", type=click.IntRange(min=1), default=100, show_default=True, help="Candidates per spec.")
+@click.option("--budget", type=click.FloatRange(min=1), help="Seconds for all; default 600 measured, 45 estimated.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Order of the candidates.")
+@click.option("--fresh", is_flag=True, help="Forget what earlier runs measured.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="YAML file; default: the user's own.")
+@options.json_option
+def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) -> None:
+    """Find the fastest kernel for a GPU and store it.
+
+    With that GPU in this machine every candidate is checked and timed: `measured`. Without it, candidates are really
+    compiled for it and ranked by a model: `estimated`. Ctrl-C keeps what is done.
+    """
+    require_triton()
+    target = options.gpu_from(gpu)
+    families = (family_named(given["family"]),) if given["family"] else tuple(FAMILIES.values())
+    specs = options.specs_from(target, given["head_dim"], given["head_dim_v"], given["dtype"], given["causal"])
+    problems = tuple(options.problem_from(length, given["heads"], given["head_dim"]) for length in seq)
+    method = method_for(target)
+    path = output_path(target, given["output"])
+    budget = given["budget"] or DEFAULT_BUDGET_S[method]
+    requests = [
+        Request(
+            spec, problems, target, families, method, given["trials"], budget, given["seed"], not given["fresh"],
+            warm_start(spec, target),
+        )
+        for spec in specs
+    ]  # fmt: skip
+    console = Console(stderr=True)
+    console.print(f"[bold]{target.label}[/] ({target.arch}): {method}, {len(specs)} specs, budget {budget:.0f} s")
+    outcomes = _run(requests, budget, path, console)
+    if as_json:
+        click.echo(json.dumps([outcome_to_plain(outcome) for outcome in outcomes], indent=2))
+    else:
+        for table in winners_tables([outcome for outcome in outcomes if outcome.entries(None)]):
+            console.print(table)
+        console.print(refusal_table(outcomes))
+    missing = [outcome.request.spec.slug for outcome in outcomes if not outcome.entries(None)]
+    if len(missing) == len(requests):
+        raise TuneError(f"no candidate is usable for {', '.join(missing)} on {target.name}: {_reasons(outcomes)}.")
+    console.print(f"Stored in {path}")
+    if method == "estimated":
+        console.print(f"Nothing ran: {target.name} is not in this machine. Tune there to replace these estimates.")
+
+
+def method_for(gpu: Gpu) -> Method:
+    """Measured when this machine's GPU is the target; another GPU's times are never stored under its name."""
+    return "measured" if torch.cuda.is_available() and current_gpu().name == gpu.name else "estimated"
+
+
+def output_path(gpu: Gpu, output: Path | None) -> Path:
+    """Where winners go; checked before the search, so that nothing found can be lost.
+
+    Raises:
+        StoreError: the file cannot be written, or is for another GPU.
+    """
+    path = output
+    if path is None:
+        folder = user_dir() / "tuned"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"{folder} cannot be made: {error.strerror}. Name a file with --output.") from error
+        path = folder / f"{gpu.name}.yaml"
+    store.merge(path, gpu, [])
+    return path
+
+
+def _run(requests: list[Request], budget: float, path: Path, console: Console) -> list[Outcome]:
+    """Tune one spec after the other, each with its share of the time that is left; store each at once."""
+    outcomes: list[Outcome] = []
+    start = time.monotonic()
+    measured = requests[0].method == "measured"
+    cores = os.cpu_count() or 1
+    with (
+        Workers(cores) as compilers,
+        Workers(1) if measured else contextlib.nullcontext() as gpu_worker,
+        tune_progress(console) as observe,
+    ):
+        for number, request in enumerate(requests):
+            left = budget - (time.monotonic() - start)
+            share = replace(request, budget_s=max(1.0, left / (len(requests) - number)))
+            outcome = tune(share, compilers, gpu_worker, observe)
+            outcomes.append(outcome)
+            store.merge(path, request.gpu, outcome.entries(driver_version() if measured else None))
+            if outcome.interrupted:
+                console.print("Interrupted: what was found until now is stored.")
+                break
+    return outcomes
+
+
+def _reasons(outcomes: list[Outcome]) -> str:
+    """The distinct reasons, most frequent first."""
+    counts = Counter(rejection.reason for outcome in outcomes for rejection in outcome.rejections)
+    return "; ".join(reason for reason, _ in counts.most_common(5))

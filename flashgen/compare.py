@@ -1,0 +1,168 @@
+"""flashgen beside what torch offers: time, speed and peak memory of one problem, in one run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashgen.benchmark import Measurement, flops, inputs, interleaved
+from flashgen.dispatch import attention
+from flashgen.errors import InputError, did_you_mean
+from flashgen.reference import plain_attention
+from flashgen.spec import Problem, Spec
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation on one problem.
+
+    Attributes:
+        name: "flashgen", "fa2", "cudnn", "flex" or "plain".
+        measurement: its time, or None when it could not run.
+        tflops: 1e12 floating-point operations a second; masked pairs are not counted.
+        extra_bytes: peak memory beyond inputs, in bytes.
+        failure: why it could not run.
+    """
+
+    spec: Spec
+    problem: Problem
+    name: str
+    measurement: Measurement | None
+    tflops: float | None
+    extra_bytes: int | None
+    failure: str | None
+
+
+def _flashgen(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    return lambda: attention(q, k, v, causal=causal)
+
+
+def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, bool], Call]:
+    def make(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+        grouped = q.shape[1] != k.shape[1]
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+        return call
+
+    return make
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # Beyond the limit torch.compile silently runs the unfused form.
+    torch._dynamo.config.recompile_limit = 1000
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    if causal:
+        mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, q.shape[2], k.shape[2], device="cuda")
+    grouped = q.shape[1] != k.shape[1]
+    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    return lambda: plain_attention(q, k, v, causal="bottom_right" if causal else "none")
+
+
+PEERS: Mapping[str, Callable[[Tensor, Tensor, Tensor, bool], Call]] = {
+    "flashgen": _flashgen,
+    "fa2": _sdpa(SDPBackend.FLASH_ATTENTION),
+    "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "flex": _flex,
+    "plain": _plain,
+}
+
+
+def compare(spec: Spec, problem: Problem, names: tuple[str, ...], rounds: int = 3) -> list[Row]:
+    """Measure implementations on one problem, interleaved; one that fails or runs out of memory is a row that says so.
+
+    Args:
+        spec: what is computed; causal alignments coincide only where seq_q = seq_kv, so that must hold.
+        problem: the sizes.
+        names: keys of PEERS.
+        rounds: shuffled rounds of measurement.
+
+    Raises:
+        InputError: an unknown name, or causal with seq_q != seq_kv.
+    """
+    for name in names:
+        if name not in PEERS:
+            raise InputError(f"no implementation is called {name!r}. {did_you_mean(name, PEERS)}")
+    if spec.causal != "none" and problem.seq_q != problem.seq_kv:
+        raise InputError(
+            f"causal peers agree only when seq_q equals seq_kv, but got {problem.seq_q}, {problem.seq_kv}."
+        )
+    q, k, v = inputs(spec, problem, "cuda")
+    calls: dict[str, Call] = {}
+    memory: dict[str, int] = {}
+    failures: dict[str, str] = {}
+    for name in names:
+        try:
+            call = PEERS[name](q, k, v, spec.causal != "none")
+            with torch.no_grad():
+                call()
+                memory[name] = _extra_memory(call)
+            calls[name] = torch.no_grad()(call)
+        except torch.OutOfMemoryError:
+            failures[name] = "out of memory"
+        except RuntimeError as error:  # a peer may refuse a shape or dtype; its reason is its row
+            failures[name] = str(error).strip().splitlines()[0][:200]
+        torch.cuda.empty_cache()
+    times = interleaved(calls, rounds=rounds)
+    work = flops(spec, problem)
+    return [
+        Row(spec, problem, name, times[name], work / times[name].median_us / 1e6, memory[name], None)
+        if name in times
+        else Row(spec, problem, name, None, None, None, failures[name])
+        for name in names
+    ]
+
+
+def _extra_memory(call: Call) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@dataclass(frozen=True)
+class HostCost:
+    """CPU time of one eager call on a tiny problem, microseconds (median of the repeats)."""
+
+    flashgen_us: float
+    sdpa_us: float
+
+
+def host_cost(calls: int = 600, repeats: int = 7) -> HostCost:
+    """What calling costs before the GPU has anything to do: batch 1, one head, 64 tokens, head_dim 64, bf16."""
+    q, k, v = inputs(Spec(head_dim=64, head_dim_v=64), Problem(1, 1, 1, 64, 64), "cuda")
+    subjects: dict[str, Call] = {
+        "flashgen": lambda: attention(q, k, v),
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v),
+    }
+    times: dict[str, list[float]] = {name: [] for name in subjects}
+    with torch.no_grad():
+        for _ in range(repeats):
+            for name, call in subjects.items():
+                call()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    call()
+                times[name].append((time.perf_counter() - start) / calls * 1e6)
+                torch.cuda.synchronize()
+    return HostCost(statistics.median(times["flashgen"]), statistics.median(times["sdpa"]))

@@ -1,0 +1,152 @@
+"""Tables, live progress and plain data for people and machines."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from flashgen.benchmark import flops
+from flashgen.candidates import Candidate, Ranking
+from flashgen.compare import Row
+from flashgen.tune import Outcome, Progress
+
+
+@contextlib.contextmanager
+def tune_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """A live line per spec: tried, refused and why, best so far, time left."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    with Bar(*columns, console=console, refresh_per_second=4) as bar:
+        tasks: dict[str, Any] = {}
+
+        def observe(progress: Progress) -> None:
+            name = progress.spec.slug
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=progress.total, state="")
+            bar.update(
+                tasks[name], completed=progress.done, total=max(progress.total, progress.done), state=_state(progress)
+            )
+
+        yield observe
+
+
+def _state(progress: Progress) -> str:
+    refused = ", ".join(f"{count} {kind}" for kind, count in progress.refused.most_common(2))
+    left = max(0.0, progress.budget_s - (time.monotonic() - progress.started))
+    best = f"best {progress.best.us(-1):.0f} us {short(progress.best)}" if progress.best else "nothing usable yet"
+    return f"{best}{f' | refused: {refused}' if refused else ''} | {left:.0f} s left"
+
+
+def short(candidate: Candidate) -> str:
+    """A config in a few letters: q128 kv64 w8 s3."""
+    return candidate.variant.slug.removeprefix(
+        f"{candidate.variant.family.name}_{candidate.variant.spec.slug}_"
+    ).replace("_", " ")
+
+
+def winners_tables(outcomes: Sequence[Outcome]) -> Iterator[Table]:
+    """One table per spec: the winner at every length, its speed, its share of the tensor peak, and the runner-up."""
+    for outcome in outcomes:
+        method = outcome.request.method
+        table = Table(title=f"{outcome.request.spec.slug}: winners ({method})", box=SIMPLE_HEAD, title_justify="left")
+        headings = ["size", "winner", "us", "TFLOP/s", "peak", "second"]
+        for heading in headings + (["model"] if method == "measured" else []):
+            table.add_column(heading, justify="left" if heading == "winner" else "right", no_wrap=True)
+        for index, ranking in enumerate(outcome.rankings):
+            if ranking.best:
+                table.add_row(*_winner_cells(outcome, index, ranking))
+        yield table
+
+
+def _winner_cells(outcome: Outcome, index: int, ranking: Ranking) -> list[str]:
+    winner = ranking.best[0]
+    microseconds = winner.us(index)
+    tflops = flops(outcome.request.spec, ranking.problem) / microseconds / 1e6
+    spread = f" ± {winner.times[index].spread_us:.1f}" if winner.times is not None else ""
+    runner_up = "none"
+    if len(ranking.best) > 1:
+        runner_up = "tie" if ranking.tie else f"{100 * (ranking.best[1].us(index) / microseconds - 1):+.1f} %"
+    cells = [
+        f"{ranking.problem.batch} x {ranking.problem.seq_q}",
+        short(winner),
+        f"{microseconds:.1f}{spread}",
+        f"{tflops:.0f}",
+        f"{100 * tflops / outcome.request.gpu.tensor_tflops:.0f} %",
+        runner_up,
+    ]
+    return cells + ([f"{winner.predicted[index]:.1f} us"] if winner.times is not None else [])
+
+
+def refusal_table(outcomes: Sequence[Outcome]) -> Table:
+    """How many candidates were refused, at which stage and why, with one example each."""
+    table = Table(title="Refused candidates", box=SIMPLE_HEAD, title_justify="left")
+    for heading in ("stage", "reason", "count", "example"):
+        table.add_column(heading, justify="right" if heading == "count" else "left")
+    rejections = [rejection for outcome in outcomes for rejection in outcome.rejections]
+    counts = Counter((rejection.stage, rejection.kind) for rejection in rejections)
+    examples = {(rejection.stage, rejection.kind): rejection.reason for rejection in rejections}
+    for (stage, kind), count in sorted(counts.items(), key=lambda item: -item[1]):
+        table.add_row(stage, kind, str(count), examples[stage, kind])
+    return table
+
+
+def outcome_to_plain(outcome: Outcome) -> dict[str, object]:
+    """One tuned spec as JSON-able data: winners with times, and refusals counted."""
+    refused = Counter(f"{rejection.stage}: {rejection.kind}" for rejection in outcome.rejections)
+    winners = []
+    for index, ranking in enumerate(outcome.rankings):
+        if not ranking.best:
+            continue
+        best = ranking.best[0]
+        winners.append(
+            {
+                "problem": asdict(ranking.problem),
+                "family": best.variant.family.name,
+                "config": dict(best.variant.config),
+                "us": best.us(index),
+                "predicted_us": best.predicted[index],
+                "tflops": flops(outcome.request.spec, ranking.problem) / best.us(index) / 1e6,
+                "tie": ranking.tie,
+            }
+        )
+    return {
+        "gpu": outcome.request.gpu.name,
+        "method": outcome.request.method,
+        "spec": asdict(outcome.request.spec),
+        "winners": winners,
+        "refused": dict(refused),
+        "interrupted": outcome.interrupted,
+    }
+
+
+def comparison_table(rows: Sequence[Row], memory: bool) -> Table:
+    """One line per problem, one column per implementation: TFLOP/s, or peak memory beyond the inputs."""
+    names = list(dict.fromkeys(row.name for row in rows))
+    table = Table(title="Peak memory beyond the inputs, MB" if memory else "TFLOP/s (time in us)")
+    for heading in ("spec", "batch", "seq", *names):
+        table.add_column(heading, justify="left" if heading == "spec" else "right")
+    cells = {(row.spec, row.problem, row.name): row for row in rows}
+    for spec, problem in dict.fromkeys((row.spec, row.problem) for row in rows):
+        values = [_cell(cells[spec, problem, name], memory) for name in names]
+        table.add_row(spec.slug, str(problem.batch), str(problem.seq_q), *values)
+    return table
+
+
+def _cell(row: Row, memory: bool) -> str:
+    if row.measurement is None or row.tflops is None or row.extra_bytes is None:
+        return row.failure or "failed"
+    return f"{row.extra_bytes / 1e6:.0f}" if memory else f"{row.tflops:.0f} ({row.measurement.median_us:.0f})"

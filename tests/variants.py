@@ -1,0 +1,50 @@
+"""Variants for the tests of rendering and compiling, and tasks that child processes run on them."""
+
+from __future__ import annotations
+
+import hashlib
+
+from flashgen.compile import compile_kernel
+from flashgen.families import FAMILIES, Variant
+from flashgen.hardware import Gpu
+from flashgen.space import Config
+from flashgen.spec import Spec
+
+TRITON_FWD = FAMILIES["triton_fwd"]
+
+
+def variant(
+    spec: Spec,
+    block_q: int = 64,
+    block_kv: int = 32,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    *,
+    index_bits: int = 32,
+    advance: int = 0,
+) -> Variant:
+    """A variant of `triton_fwd`."""
+    config = Config(
+        block_q=block_q,
+        block_kv=block_kv,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        index_bits=index_bits,
+        advance=advance,
+    )
+    return Variant(TRITON_FWD, spec, config)
+
+
+# One golden file each; all of them run on sm_80 and sm_90.
+GOLDEN = (
+    variant(Spec(dtype="bf16"), 128, 64, 8, 3),
+    variant(Spec(dtype="bf16", causal="bottom_right"), 128, 64, 8, 2, index_bits=64, advance=1),
+    variant(Spec(head_dim=64, head_dim_v=64, dtype="fp16", causal="top_left"), 128, 64, 4, 3, advance=1),
+    variant(Spec(head_dim=72, head_dim_v=40, dtype="fp16", causal="bottom_right"), 64, 32, 4, 2, index_bits=64),
+    variant(Spec(head_dim=64, head_dim_v=64, dtype="fp32"), 32, 32, 4, 2),
+)
+
+
+def compiled_hash(which: Variant, gpu: Gpu) -> str:
+    """The machine code of a variant, as a hash."""
+    return hashlib.sha256(compile_kernel(which, gpu).asm["cubin"]).hexdigest()
