@@ -23,6 +23,11 @@ CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Plans are small and quick to make again; a service that meets ever new lengths must not grow for ever.
 MAX_PLANS = 8192
 
+_NO_BACKWARD = (
+    "flashgen has no backward kernel yet, but an input requires a gradient. "
+    "Call under torch.no_grad(), or detach the inputs."
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -60,9 +65,7 @@ def attention(
     return_lse: bool = False,
     family: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v, by the fastest kernel known for this GPU and these sizes.
-
-    On CPU tensors (fp16, bf16, fp32, fp64) the same is computed in plain torch.
+    """softmax(q k^T * scale) v, by the fastest kernel known for this GPU; for CPU tensors, up to fp64, in plain torch.
 
     Args:
         q: [batch, heads, seq_q, head_dim], any strides; fp16, bf16 or fp32.
@@ -84,10 +87,7 @@ def attention(
     if not (isinstance(q, Tensor) and q.is_cuda):
         return _on_cpu(q, k, v, causal, scale, layout, return_lse, family)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise UnsupportedError(
-            "flashgen has no backward kernel yet, but an input requires a gradient. "
-            "Call under torch.no_grad(), or detach the inputs."
-        )
+        raise UnsupportedError(_NO_BACKWARD)
     try:
         pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
         key = (

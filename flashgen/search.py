@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import random
@@ -9,9 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import optuna
+from filelock import FileLock, Timeout
 
 from flashgen.families import Family
 from flashgen.hardware import Gpu
+from flashgen.paths import user_dir
 from flashgen.space import Config, Rejection
 from flashgen.spec import Spec
 
@@ -140,3 +143,23 @@ def _storage(journal: Path | None) -> optuna.storages.BaseStorage:
 
     journal.parent.mkdir(parents=True, exist_ok=True)
     return optuna.storages.JournalStorage(JournalFileBackend(str(journal)))
+
+
+@contextlib.contextmanager
+def open_journal(gpu_name: str, resume: bool) -> Iterator[Path | None]:
+    """The file that remembers this GPU's trials; None when not wanted or another process is tuning with it."""
+    if not resume:
+        yield None
+        return
+    path = user_dir() / "studies" / f"{gpu_name}.journal"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{path}.owner", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        lock.release()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from flashgen.candidates import Candidate, Method, Ranking, entry_of, from_plain, rank, to_plain
 from flashgen.compile import compile_resources, judge
@@ -21,10 +17,9 @@ from flashgen.evaluate import evaluate
 from flashgen.families import Family, Variant
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.model import predict_us
-from flashgen.paths import user_dir
 from flashgen.records import Entry
 from flashgen.resources import Resources
-from flashgen.search import Search
+from flashgen.search import Search, open_journal
 from flashgen.select import current_versions
 from flashgen.space import Config, Rejection
 from flashgen.spec import Problem, Spec
@@ -114,7 +109,7 @@ def tune(
     start = time.monotonic()
     for number, family in enumerate(request.families, 1):
         deadline = start + request.budget_s * number / len(request.families)
-        with _journal(request) as journal:
+        with open_journal(request.gpu.name, request.resume) as journal:
             search = Search(
                 family, request.spec, request.gpu, trials=request.trials, seed=request.seed, journal=journal,
                 name=_study_name(request, family), 
@@ -231,23 +226,3 @@ def _study_name(request: Request, family: Family) -> str:
     about = [asdict(problem) for problem in request.problems], asdict(versions), request.gpu.identity
     digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     return f"{request.gpu.name}/{request.method}/{digest}"
-
-
-@contextlib.contextmanager
-def _journal(request: Request) -> Iterator[Path | None]:
-    """The file that remembers this GPU's trials; None when not wanted or another process is tuning with it."""
-    if not request.resume:
-        yield None
-        return
-    path = user_dir() / "studies" / f"{request.gpu.name}.journal"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{path}.owner", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        yield None
-        return
-    try:
-        yield path
-    finally:
-        lock.release()

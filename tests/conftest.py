@@ -14,7 +14,9 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew instead of comparing with it")
+    parser.addoption(
+        "--update-golden", action="store_true", help="write tests/golden/ anew instead of comparing with it"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
