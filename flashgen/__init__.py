@@ -1,11 +1,12 @@
 """flashgen generates flash-attention kernels and finds the fastest one for your GPU.
 
 The files in reading order: errors, hardware, paths, spec, reference, space, families, render, workers, compile, launch,
-check, benchmark, model, records, choice, store, select, tune, dispatch, export, analyze, report, cli.
+check, benchmark, model, records, choice, store, select, tune, dispatch, ops, export, analyze, report, cli.
 """
 
 from __future__ import annotations
 
+from flashgen import ops as ops
 from flashgen.dispatch import attention, explain, forget
 from flashgen.errors import FlashgenError
 from flashgen.version import VERSION as __version__

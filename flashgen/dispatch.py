@@ -13,7 +13,7 @@ from torch import Tensor
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.hardware import gpu_of
 from flashgen.reference import tiled_attention
-from flashgen.spec import causal_from, check_scale, check_tensors, from_tensors
+from flashgen.spec import DTYPE_NAMES, causal_from, check_scale, check_tensors, from_tensors
 
 if TYPE_CHECKING:
     from flashgen.launch import Bound
@@ -84,8 +84,8 @@ def attention(
         InputError: the arguments do not fit together.
         UnsupportedError: no kernel does this.
     """
-    if not (isinstance(q, Tensor) and q.is_cuda):
-        return _on_cpu(q, k, v, causal, scale, layout, return_lse, family)
+    if torch.compiler.is_compiling() or not (isinstance(q, Tensor) and q.is_cuda):
+        return _off_the_hot_path(q, k, v, causal, scale, layout, return_lse, family)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise UnsupportedError(_NO_BACKWARD)
     try:
@@ -165,9 +165,8 @@ def _plan(
     copies = any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in (q, k, v))
     if copies:
         q, k, v = _with_contiguous_rows(q), _with_contiguous_rows(k), _with_contiguous_rows(v)
-    same_width = spec.head_dim == spec.head_dim_v
-    out_shape = None if same_width else (*q.shape[:3], spec.head_dim_v)
-    out = torch.empty_like(q) if out_shape is None else q.new_empty(out_shape)
+    out = empty_output(q, v)
+    out_shape = None if spec.head_dim == spec.head_dim_v else tuple(out.shape)
     with _planning:
         # A capture must not read files; what is chosen then without them is not kept for later.
         capturing = torch.cuda.is_current_stream_capturing()
@@ -198,7 +197,12 @@ def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (q, float(scale)) if scale > 0 else (-q, -float(scale))
 
 
-def _on_cpu(
+def empty_output(q: Tensor, v: Tensor) -> Tensor:
+    """The uninitialised output of a call: q's memory order where v is as wide as q, else contiguous."""
+    return torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _off_the_hot_path(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -208,15 +212,24 @@ def _on_cpu(
     return_lse: bool,
     family: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    check_tensors(q, k, v, layout, CPU_DTYPES)
+    """Calls that launch nothing here: traced ones become one operator, CPU tensors run in plain torch."""
+    gpu = isinstance(q, Tensor) and q.is_cuda
+    check_tensors(q, k, v, layout, DTYPE_NAMES if gpu else CPU_DTYPES)
+    mask = causal_from(causal)
+    if torch.compiler.is_compiling():
+        traced: tuple[Tensor, Tensor] = torch.ops.flashgen.forward(q, k, v, mask, scale, layout, return_lse, family)
+        return traced if return_lse else traced[0]
     check_scale(scale)
     if q.device.type != "cpu":
         raise UnsupportedError(f"flashgen runs on CUDA and CPU tensors, but got {q.device}. Move them to one of these.")
     if family is not None:
         raise UnsupportedError(f"family={family!r} runs on a GPU, but the tensors are on the CPU. Leave family out.")
+    out = empty_output(q, v)
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out, lse = tiled_attention(q, k, v, causal=causal_from(causal), scale=scale)
-    if layout == "bshd":
-        out = out.transpose(1, 2).contiguous()
+    result, lse = tiled_attention(q, k, v, causal=mask, scale=scale)
+    if result.requires_grad:
+        out = result.transpose(1, 2) if layout == "bshd" else result
+    else:
+        out.copy_(result.transpose(1, 2) if layout == "bshd" else result)
     return (out, lse) if return_lse else out

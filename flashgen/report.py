@@ -21,6 +21,12 @@ from flashgen.compare import Row
 from flashgen.tune import Outcome, Progress
 
 
+def stderr_console() -> Console:
+    """Where people read; wide enough for the tables when it is a file or a pipe."""
+    console = Console(stderr=True)
+    return console if console.is_terminal else Console(stderr=True, width=120)
+
+
 @contextlib.contextmanager
 def tune_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
     """A live line per spec: tried, refused and why, best so far, time left."""

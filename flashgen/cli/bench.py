@@ -16,7 +16,7 @@ from flashgen.compare import PEERS, Row, compare, host_cost
 from flashgen.errors import UnsupportedError
 from flashgen.hardware import current_gpu, driver_version
 from flashgen.plot import check_plot_path, plot
-from flashgen.report import comparison_table
+from flashgen.report import comparison_table, stderr_console
 
 
 @click.command("bench")
@@ -43,7 +43,7 @@ def bench_command(as_json: bool, **given: Any) -> None:
         check_plot_path(given["plot_path"])
     names = tuple(given["peers"].split(","))
     rows: list[Row] = []
-    console = Console(stderr=True)
+    console = stderr_console()
     for head_dim in given["head_dim"]:
         for spec in options.specs_from(gpu, head_dim, None, given["dtype"], given["causal"]):
             for seq in given["seq"]:

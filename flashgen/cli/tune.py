@@ -23,7 +23,7 @@ from flashgen.errors import StoreError, TuneError
 from flashgen.families import FAMILIES, family_named
 from flashgen.hardware import Gpu, current_gpu, driver_version
 from flashgen.paths import user_dir
-from flashgen.report import outcome_to_plain, refusal_table, tune_progress, winners_tables
+from flashgen.report import outcome_to_plain, refusal_table, stderr_console, tune_progress, winners_tables
 from flashgen.tune import Outcome, Request, tune, warm_start
 from flashgen.workers import Workers
 
@@ -66,7 +66,7 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
         )
         for spec in specs
     ]  # fmt: skip
-    console = Console(stderr=True)
+    console = stderr_console()
     console.print(f"[bold]{target.label}[/] ({target.arch}): {method}, {len(specs)} specs, budget {budget:.0f} s")
     outcomes = _run(requests, budget, path, console)
     if as_json:

@@ -199,3 +199,23 @@ def test_explain_names_variant_file_and_reason() -> None:
     selection = flashgen.explain(q, q, q, causal=True)
     assert selection.variant.spec.causal == "bottom_right"
     assert selection.method in str(selection) and selection.variant.slug in str(selection)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_compiled_equals_eager(offset: int) -> None:
+    """Also where alignment is not what the first call had: an operator is opaque to the compiler."""
+    compiled = torch.compile(lambda q, k, v: flashgen.attention(q, k, v, causal=True) * 2, fullgraph=True)
+    k = draw(1, 2, 90, 64)
+    for start in (offset, 1 - offset):
+        q = draw(1 + 2 * 80 * 64)[start : start + 2 * 80 * 64].view(1, 2, 80, 64)
+        with torch.no_grad():
+            assert torch.equal(compiled(q, k, k), flashgen.attention(q, k, k, causal=True) * 2)
+
+
+def test_the_operator_passes_opcheck() -> None:
+    q, k, v = draw(2, 5, 4, 64).transpose(1, 2), draw(2, 2, 7, 64), draw(2, 2, 7, 32)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(
+        torch.ops.flashgen.forward, (q, k, v, "bottom_right", None, "bhsd", True, None), test_utils=checks
+    )
+    torch.library.opcheck(torch.ops.flashgen.forward, (q, k, k, "none", 0.3, "bhsd", False, None), test_utils=checks)
