@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.hardware import Gpu
@@ -12,25 +13,23 @@ from flashgen.spec import Problem, Spec
 
 # Clocks are those of the datasheet's peaks. Fitted, all at once, by least squares on the logarithm of the times of the
 # 583 kernels of triton_fwd at 6 sizes each on an H200 (tests/data), faster kernels weighing more:
-EXP2_SLOTS = 5.7  # issue slots for one exp2 beside its own; its unit needs 8 clocks, part of which overlaps
-SPILL_SLOTS = 10.0  # likewise for one access to spilled registers inside the loop
-STACK_SLOTS = 22.0  # likewise, per tile, for one byte of stack: spills outside the hot loop
-STORE_SLOTS = 15.0  # likewise, per tile, for one accumulator element of a lane: rescale, convert and store it
-SERIAL_WAIT = 15.0  # clocks waited for each WARPGROUP instruction that ptxas adds when it serialises the products
-TILE_WAIT = 5000.0  # clocks from a block's start to its first product and from its last to its end
-LOAD_WAIT = 480.0  # clocks until a copy from L2 has landed
-LOOKAHEAD = 1.45  # a copy is issued num_stages minus this many passes before its data is needed
+EXP2_SLOTS = 3.2  # issue slots for one exp2 beside its own; its unit needs 8 clocks, part of which overlaps
+SPILL_SLOTS = 11.0  # likewise for one access to spilled registers inside the loop
+STACK_SLOTS = 24.0  # likewise, per tile, for one byte of stack: spills outside the hot loop
+SERIAL_WAIT = 16.0  # clocks waited for each WARPGROUP instruction that ptxas adds when it serialises the products
+TILE_WAIT = 6500.0  # clocks from a block's start to its first product and from its last to its end
+LOAD_WAIT = 500.0  # clocks until a copy has landed
 DRAM_SHARE = 0.5  # part of the compulsory memory traffic that nothing hides
+BLEND = 1.7  # exponent of the norm that joins the times which queues, shared memory and copies allow
 
-# Set by the instruction set, or too weak to fit:
+# Set by the instruction set, or by nothing that the measurements could tell apart:
 SCHEDULERS = 4
+SHARED_BYTES = 128.0  # shared memory, a clock and multiprocessor
 ARRIVALS = 3  # WARPGROUP instructions of a pass that is not serialised
 WIDE_SLOTS = 1.0  # a 32-bit index turns into an address by IMAD.WIDE, which issues at half rate
+LOOKAHEAD = 1.5  # a copy is issued num_stages minus this many passes before its data is needed
 MASKED_PASSES = 0.5  # what masking adds to a pass
-SHARED_BYTES = 128.0  # shared memory a clock
-L2_BYTES = 64.0  # from L2, a clock and multiprocessor
 MMA_SYNC_RATE = 0.6  # of the tensor peak, on GPUs whose peak needs warpgroup instructions
-BLEND = 2.0  # exponent that joins time bound by latency, by shared memory and by copies
 
 
 @dataclass(frozen=True)
@@ -41,28 +40,26 @@ class _Pass:
         tensor: of the tensor cores, all four busy.
         issue: of the scheduler of one warp.
         shared: of shared memory.
-        l2: of the way from L2.
         load: until a copy has landed, shared by the passes that it is ahead.
         wait: latency that only other warps can fill.
-        tile_issue, tile_wait: likewise, once per tile.
+        tile_issue: likewise of the scheduler, once per tile.
     """
 
     tensor: float
     issue: float
     shared: float
-    l2: float
     load: float
     wait: float
     tile_issue: float
-    tile_wait: float
 
 
 def predict_us(spec: Spec, config: Config, resources: Resources, problem: Problem, gpu: Gpu) -> float:
     """Estimated time of one launch in microseconds.
 
-    Every multiprocessor works on as many blocks as fit; their warps queue for its tensor cores and schedulers, and
-    shared memory, L2, copies and DRAM bound the rest. On the kernels measured on an H200 the estimate is off by 6 %
-    (standard deviation), and the candidate it ranks first is at most 10 % slower than the best.
+    Every multiprocessor works on as many blocks as fit. Their warps queue for its tensor cores and schedulers; shared
+    memory, copies in flight and DRAM are bounds beside that. On an H200 the estimate misses by 7 % (standard
+    deviation of the logarithm), and the candidate it ranks first is 2 % slower than the best, 9 % at worst, also for
+    head dims and masks that had no part in the fit. No other GPU has been measured.
     """
     work = _pass(spec, config, resources, gpu)
     resident = blocks_per_sm(spec, config, resources, gpu)
@@ -94,7 +91,7 @@ def blocks_per_sm(spec: Spec, config: Config, resources: Resources, gpu: Gpu) ->
     return max(
         1,
         min(
-            gpu.shared_per_sm // (resources.shared + reserved) if resources.shared + reserved else gpu.threads_per_sm,
+            gpu.shared_per_sm // max(1, resources.shared + reserved),
             gpu.registers_per_sm // (math.ceil(registers / 8) * 8 * threads),
             gpu.threads_per_sm // threads,
         ),
@@ -122,6 +119,7 @@ def _passes(spec: Spec, config: Config, problem: Problem) -> tuple[float, float]
 
 
 def _pass(spec: Spec, config: Config, resources: Resources, gpu: Gpu) -> _Pass:
+    """Add up the instructions and bytes of one pass."""
     block_q, block_kv, num_warps = config["block_q"], config["block_kv"], config["num_warps"]
     num_stages, element = config["num_stages"], spec.element_bytes
     loop = _one_pass(spec, config, resources, gpu)
@@ -129,13 +127,13 @@ def _pass(spec: Spec, config: Config, resources: Resources, gpu: Gpu) -> _Pass:
     copied = block_kv * (spec.block_d + spec.block_dv) * element
 
     tensor = 0.0
-    if warpgroups or loop.get("mma", 0):
+    if _products(loop):
         rate = gpu.tensor_tflops * 1e3 / (2 * gpu.num_sms * gpu.clock_ghz) / (2 if spec.dtype == "fp32" else 1)
         if not warpgroups and gpu.backend == "cuda" and 90 <= gpu.sm < 120:
             rate *= MMA_SYNC_RATE
         tensor = block_q * block_kv * (spec.block_d + spec.block_dv) / rate
 
-    # With warpgroup instructions the tensor cores read K and V once per 64 rows, and Q too; else each warp loads its own.
+    # Warpgroup instructions read Q, K and V for 64 rows at a time; other warps load what they multiply.
     if warpgroups:
         read = block_q / 64 * element * (spec.block_d * (64 + block_kv) + block_kv * spec.block_dv)
     else:
@@ -155,16 +153,13 @@ def _pass(spec: Spec, config: Config, resources: Resources, gpu: Gpu) -> _Pass:
     wait = SERIAL_WAIT * max(0.0, loop.get("warpgroup", 0) - ARRIVALS)
     if num_stages == 1:
         wait += 2 * LOAD_WAIT
-    output = block_q * spec.block_dv / (num_warps * _lanes(gpu))
     return _Pass(
         tensor=tensor,
         issue=issue,
         shared=(read + copied) / SHARED_BYTES,
-        l2=copied / L2_BYTES,
         load=LOAD_WAIT / (num_stages - LOOKAHEAD) if num_stages > 1 else 0.0,
         wait=wait,
-        tile_issue=STORE_SLOTS * output + STACK_SLOTS * resources.stack,
-        tile_wait=TILE_WAIT,
+        tile_issue=STACK_SLOTS * resources.stack,
     )
 
 
@@ -180,9 +175,14 @@ def _one_pass(spec: Spec, config: Config, resources: Resources, gpu: Gpu) -> dic
         read = config["block_kv"] * (spec.block_d + spec.block_dv) * spec.element_bytes / 512
         mma = 0.0 if products else 1.0
         return {"total": 100 + fp32 + 1.5 * scores + read, "fp32": fp32, "exp2": scores, "ldmatrix": read, "mma": mma}
-    # Where the disassembly shows more exponentials than one pass has, its loop holds several.
-    unrolled = max(1, int(loop.get("exp2", 0) / scores)) if not loop.get("fp32", 0) > 8 * scores else 1
-    return {kind: count / unrolled for kind, count in loop.items()}
+    # More exponentials than one pass has: the loop that was counted holds several.
+    passes = max(1, int(loop.get("exp2", 0) / scores)) if _products(loop) else 1
+    return {kind: count / passes for kind, count in loop.items()}
+
+
+def _products(loop: Mapping[str, float]) -> bool:
+    """Whether tensor cores do the products."""
+    return any(loop.get(kind, 0) for kind in ("wgmma", "tcgen05", "mma"))
 
 
 def _clocks(work: _Pass, config: Config, blocks: int, passes: float) -> float:
@@ -192,11 +192,11 @@ def _clocks(work: _Pass, config: Config, blocks: int, passes: float) -> float:
     issue = work.issue + work.tile_issue / passes
     # Fewer than four warps leave schedulers and tensor cores to other blocks. The warpgroups of a larger block meet at
     # barriers: they overlap less than as many blocks, here as the square root of their number.
-    wait = work.wait + work.tile_wait / passes + (1 - share) * (issue + work.tensor / share)
+    wait = work.wait + TILE_WAIT / passes + (1 - share) * (issue + work.tensor / share)
     together = math.sqrt(max(1.0, warps))
     queued = _queue(blocks * together, work.tensor / together, issue * share * together, wait)
     bounds = (queued, blocks * work.shared, work.load)
-    return float(max(sum(bound**BLEND for bound in bounds) ** (1 / BLEND), blocks * work.l2))
+    return float(sum(bound**BLEND for bound in bounds) ** (1 / BLEND))
 
 
 def _queue(customers: float, tensor: float, issue: float, wait: float) -> float:

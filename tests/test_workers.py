@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from flashgen.spec import Spec
 from flashgen.workers import Failure, Workers
 
 # Seconds until a task that should end counts as hung.
-PATIENCE = 120
+PATIENCE = 60
 
 
 @pytest.fixture
@@ -94,6 +95,7 @@ def test_a_broken_gpu_context_costs_its_neighbours_nothing(workers: Workers) -> 
     neighbours = [workers.submit(PATIENCE, failing_tasks.double, number) for number in range(20)]
     failure = workers.outcome(broken)
     assert isinstance(failure, Failure) and failure.fatal
+    assert not wait(neighbours, timeout=PATIENCE).not_done, "tasks are lost and their results waited for in vain"
     assert [workers.outcome(future) for future in neighbours] == [2 * number for number in range(20)]
 
 

@@ -8,7 +8,7 @@ from flashgen.space import Config, Rule
 from flashgen.spec import Spec
 
 CHOICES = {
-    "block_q": (16, 32, 64, 128),
+    "block_q": (16, 32, 64, 128, 256),
     "block_kv": (16, 32, 64, 128),
     "num_warps": (2, 4, 8),
     "num_stages": (1, 2, 3, 4),
