@@ -117,8 +117,9 @@ def prepare(spec: Spec, case: Case, device: str) -> Prepared:
     q, k, v = tensors(spec, case, device)
     wide = [tensor.double() for tensor in (q, k, v)]
     o, lse = plain_attention(*wide, causal=spec.causal)
-    plain_o, _ = plain_attention(*(_as_multiplied(tensor, spec) for tensor in (q, k, v)), causal=spec.causal)
-    _, plain_lse = plain_attention(*(_as_multiplied(tensor, spec).float() for tensor in (q, k, v)), causal=spec.causal)
+    plain_o, plain_lse = plain_attention(q, k, v, causal=spec.causal, rounding=_rounding(spec))
+    if spec.dtype != "fp32":
+        _, plain_lse = plain_attention(q.float(), k.float(), v.float(), causal=spec.causal)
     finite = lse.isfinite()
     largest = lse[finite].abs().max().item() if finite.any() else 0.0
     return Prepared(
@@ -128,12 +129,11 @@ def prepare(spec: Spec, case: Case, device: str) -> Prepared:
     )  # fmt: skip
 
 
-def _as_multiplied(tensor: Tensor, spec: Spec) -> Tensor:
-    """The values that a product sees: TF32 rounds fp32 to 10 bits of mantissa."""
+def _rounding(spec: Spec) -> Callable[[Tensor], Tensor]:
+    """What tensor cores make of a product's operands: TF32 drops all but 10 bits of fp32's mantissa."""
     if spec.precision != "tf32":
-        return tensor
-    bits = (tensor.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
-    return bits.view(torch.float32)
+        return lambda operand: operand
+    return lambda operand: (operand.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
 def max_error(actual: Tensor, expected: Tensor) -> float:

@@ -85,7 +85,6 @@ def compile_kernel(
     *,
     options: Mapping[str, int] | None = None,
     aligned: bool = True,
-    lse: bool = True,
 ) -> CompiledKernel:
     """Compile a variant for a GPU, present or not.
 
@@ -94,7 +93,6 @@ def compile_kernel(
         gpu: the target.
         options: what the generated file's `plan` returned for one call; default: its CONFIG.
         aligned: every row of every tensor starts on a 16-byte boundary, so loads may be 16 bytes wide.
-        lse: the kernel writes the log-sum-exp; without it the argument is None.
 
     Raises:
         whatever Triton raises; run untried variants in a child process, since some targets abort theirs.
@@ -104,12 +102,12 @@ def compile_kernel(
 
     target = GPUTarget("cuda", gpu.sm, 32) if gpu.backend == "cuda" else GPUTarget("hip", gpu.arch, 64)
     options = kernel_options(variant.config) if options is None else options
-    source = _source(module_of(variant).kernel, variant.spec, options, aligned=aligned, lse=lse)
+    source = _source(module_of(variant).kernel, variant.spec, options, aligned=aligned)
     launch = {name: options[name] for name in ("num_warps", "num_stages")}
     return triton.compile(source, target=target, options={**launch, "enable_fp_fusion": True})
 
 
-def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: bool, lse: bool) -> Any:
+def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: bool) -> Any:
     """The kernel with the types of its arguments.
 
     Triton's own specialisation would compile again for lengths and strides that are 1 or a multiple of 16; here one
@@ -129,9 +127,6 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
             signature[name] = parameter.annotation_type
             if aligned and name.startswith("stride_"):
                 attributes[(index,)] = [["tt.divisibility", 16 // spec.element_bytes]]
-        elif name == "LSE" and not lse:
-            signature[name] = "constexpr"
-            constants[(index,)] = None
         else:
             signature[name] = "*fp32" if name == "LSE" else f"*{spec.dtype}"
             if aligned or name == "LSE":

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.hardware import gpu_of
 from flashgen.reference import tiled_attention
-from flashgen.spec import DTYPE_NAMES, causal_from, check_scale, check_tensors, from_tensors
+from flashgen.spec import causal_from, check_scale, check_tensors, from_tensors
 
 if TYPE_CHECKING:
     from flashgen.launch import Bound
@@ -174,7 +174,7 @@ def _plan(
         bound = None
         if out.numel():
             views = [tensor if layout == "bhsd" else tensor.transpose(1, 2) for tensor in (q, k, v, out)]
-            bound = bind(selection.variant, *views, lse=return_lse)
+            bound = bind(selection.variant, *views)
         lse_shape = (problem.batch, problem.heads, problem.seq_q)
         plan = Plan(selection, bound, spec.head_dim**-0.5, out_shape, lse_shape, copies)
         if not capturing:
@@ -213,12 +213,12 @@ def _off_the_hot_path(
     family: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Calls that launch nothing here: traced ones become one operator, CPU tensors run in plain torch."""
-    gpu = isinstance(q, Tensor) and q.is_cuda
-    check_tensors(q, k, v, layout, DTYPE_NAMES if gpu else CPU_DTYPES)
     mask = causal_from(causal)
     if torch.compiler.is_compiling():
+        # The operator validates when it runs; symbolic sizes are nothing to judge.
         traced: tuple[Tensor, Tensor] = torch.ops.flashgen.forward(q, k, v, mask, scale, layout, return_lse, family)
         return traced if return_lse else traced[0]
+    check_tensors(q, k, v, layout, CPU_DTYPES)
     check_scale(scale)
     if q.device.type != "cpu":
         raise UnsupportedError(f"flashgen runs on CUDA and CPU tensors, but got {q.device}. Move them to one of these.")

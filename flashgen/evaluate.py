@@ -42,7 +42,7 @@ def evaluate(variant: Variant, problems: Sequence[Problem], repeat_ms: int = 20)
     times = []
     for problem in problems:
         q, k, v, o, lse = _tensors(variant.spec, problem)
-        bound = bind(variant, q, k, v, o, lse=True)
+        bound = bind(variant, q, k, v, o)
         scale = variant.spec.head_dim**-0.5
         samples = sample(lambda: bound(q, k, v, o, lse, scale), warmup_ms=5, repeat_ms=repeat_ms)  # noqa: B023 (called now)
         times.append(Measurement.of(samples))
@@ -54,6 +54,6 @@ def remeasure(variants: Sequence[Variant], problem: Problem, rounds: int = 4) ->
     calls = {}
     for number, variant in enumerate(variants):
         q, k, v, o, lse = _tensors(variant.spec, problem)
-        bound = bind(variant, q, k, v, o, lse=True)
+        bound = bind(variant, q, k, v, o)
         calls[str(number)] = functools.partial(bound, q, k, v, o, lse, variant.spec.head_dim**-0.5)
     return tuple(interleaved(calls, rounds=rounds).values())

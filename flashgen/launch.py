@@ -63,13 +63,12 @@ class Bound:
         )  # fmt: skip
 
 
-def bind(variant: Variant, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *, lse: bool) -> Bound:
+def bind(variant: Variant, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Bound:
     """Compile (once) and load a variant for tensors of these shapes, strides, alignment and device.
 
     Args:
         variant: what to run; its spec must be that of the tensors.
         q, k, v, o: [batch, heads, seq, head_dim] with the last dimension contiguous.
-        lse: the launches will write the log-sum-exp.
 
     Raises:
         UnsupportedError: the call needs more blocks than one launch can have.
@@ -82,7 +81,7 @@ def bind(variant: Variant, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *, lse: b
             "Split the batch."
         )
     device = q.device.index
-    kernel = loaded(variant, device, tuple(sorted(options.items())), is_aligned(q, k, v, o), lse)
+    kernel = loaded(variant, device, tuple(sorted(options.items())), is_aligned(q, k, v, o))
     constants = tuple(value for name, value in options.items() if name.isupper())
     return Bound(kernel, device, grid[0], sizes, constants)
 
@@ -95,21 +94,17 @@ def is_aligned(*tensors: Tensor) -> bool:
     )
 
 
-def loaded(
-    variant: Variant, device: int, options: tuple[tuple[str, int], ...], aligned: bool, lse: bool
-) -> CompiledKernel:
+def loaded(variant: Variant, device: int, options: tuple[tuple[str, int], ...], aligned: bool) -> CompiledKernel:
     """The compiled kernel, loaded on a device; one per variant and kind of layout, never one per length."""
     with _compiling:
-        return _loaded(variant, device, options, aligned, lse)
+        return _loaded(variant, device, options, aligned)
 
 
 @functools.cache
-def _loaded(
-    variant: Variant, device: int, options: tuple[tuple[str, int], ...], aligned: bool, lse: bool
-) -> CompiledKernel:
+def _loaded(variant: Variant, device: int, options: tuple[tuple[str, int], ...], aligned: bool) -> CompiledKernel:
     chosen: Mapping[str, int] = dict(options)
     with torch.cuda.device(device):
-        kernel = compile_kernel(variant, gpu_of(device), options=chosen, aligned=aligned, lse=lse)
+        kernel = compile_kernel(variant, gpu_of(device), options=chosen, aligned=aligned)
         kernel.run  # noqa: B018 (the first access loads the binary)
         return kernel
 
@@ -118,6 +113,6 @@ def launcher(variant: Variant) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tens
     """A function that binds on every call; for checking and timing one variant on many layouts."""
 
     def launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, scale: float) -> None:
-        bind(variant, q, k, v, o, lse=lse is not None)(q, k, v, o, lse, scale)
+        bind(variant, q, k, v, o)(q, k, v, o, lse, scale)
 
     return launch

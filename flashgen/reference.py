@@ -9,6 +9,7 @@ h // (heads // kv_heads). `causal` is "none", "bottom_right" (key j visible to r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,22 +24,29 @@ def visible_keys(seq_q: int, seq_kv: int, causal: str, device: torch.device | No
 
 
 def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: str = "none", scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: str = "none",
+    scale: float | None = None,
+    rounding: Callable[[Tensor], Tensor] = lambda operand: operand,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v with the whole score matrix in memory, every step in the inputs' dtype.
 
     Run on float64 inputs it is the reference; run on the inputs' own dtype it is the yardstick of the accept rule.
+    `rounding` is applied to the operands of both products, as tensor cores round fp32 to TF32.
 
     Returns:
         o [batch, heads, seq_q, head_dim_v] in the inputs' dtype, and lse [batch, heads, seq_q] (natural log) in
         fp32, or fp64 for fp64 inputs.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    grouped = _grouped(q, k)
-    scores = (grouped @ k[:, :, None].transpose(-1, -2)) * scale
+    q, k, v = rounding(q), rounding(k), rounding(v)
+    scores = (_grouped(q, k) @ k[:, :, None].transpose(-1, -2)) * scale
     seen = visible_keys(q.shape[2], k.shape[2], causal, q.device)
     p, lse = _softmax(_statistics_dtype(scores).masked_fill(~seen, -math.inf))
-    o = p.to(v.dtype) @ v[:, :, None]
+    o = rounding(p.to(v.dtype)) @ v[:, :, None]
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
 

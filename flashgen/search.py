@@ -70,7 +70,7 @@ class Search:
         for trial in self._study.get_trials(deepcopy=False):
             if trial.state == optuna.trial.TrialState.RUNNING:
                 self._study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-            elif "outcome" in trial.user_attrs:
+            if "outcome" in trial.user_attrs and Config(**trial.params) in self._usable:
                 remembered[Config(**trial.params)] = trial.user_attrs["outcome"]
         return remembered
 
@@ -91,9 +91,7 @@ class Search:
     def _next(self) -> Config | None:
         for config in self._queue:
             if self._new(config):
-                self._study.enqueue_trial(dict(config))
-                self._trials[config] = self._suggest()[1]
-                return config
+                return self._enqueue(config)
         if self._exhaustive:
             return None
         for _ in range(_PATIENCE):
@@ -103,9 +101,16 @@ class Search:
                 return config
             self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         unseen = [config for config in self.space.usable if self._new(config)]
-        config = self._random.choice(unseen)
+        return self._enqueue(self._random.choice(unseen))
+
+    def _enqueue(self, config: Config) -> Config:
+        """Make the study's next trial this config; others that a killed run left waiting come first and are closed."""
         self._study.enqueue_trial(dict(config))
-        self._trials[config] = self._suggest()[1]
+        suggested, trial = self._suggest()
+        while suggested != config:
+            self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            suggested, trial = self._suggest()
+        self._trials[config] = trial
         return config
 
     def _new(self, config: Config) -> bool:

@@ -11,6 +11,11 @@ def double(number: int) -> int:
     return 2 * number
 
 
+def double_slowly(number: int) -> int:
+    time.sleep(0.3)
+    return 2 * number
+
+
 def hang() -> None:
     time.sleep(3600)
 
@@ -37,12 +42,11 @@ def noise() -> str:
 
 def compile_for_the_wrong_gpu() -> None:
     """Copy by Hopper's TMA, compiled for Ampere: LLVM aborts the process."""
+    import tma_copy
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
-
-    import tma_copy
 
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
     source = GluonASTSource(tma_copy.kernel, {"X": f"tensordesc<fp16[64,64],{layout!r}>"}, {})

@@ -49,7 +49,7 @@ def test_one_kernel_one_stem(family: Family) -> None:
 
 
 def test_unknown_families_are_named() -> None:
-    with pytest.raises(UnknownNameError, match="'triton_fw'.*Did you mean 'triton_fwd'") as error:
+    with pytest.raises(UnknownNameError, match=r"'triton_fw'.*Did you mean 'triton_fwd'") as error:
         family_named("triton_fw")
     assert isinstance(error.value, KeyError)
 

@@ -19,10 +19,10 @@ import pytest
 from variants import GOLDEN, compiled_hash, variant
 
 from flashgen.compile import MAX_STACK, compile_resources
-from flashgen.resources import Resources
 from flashgen.families import Variant
 from flashgen.hardware import Gpu
 from flashgen.render import render
+from flashgen.resources import Resources
 from flashgen.spec import Causal, DType, Spec, next_power_of_2
 from flashgen.workers import Workers
 

@@ -92,7 +92,7 @@ def interpreter() -> Iterator[Interpreter]:
 
 @pytest.fixture(autouse=True)
 def bf16_is_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter truncates fp32 to bf16 where hardware rounds to nearest: twice the error, of P and of the output."""
+    """The interpreter truncates fp32 to bf16 where hardware rounds to nearest: twice the error of P and output."""
     prepare = check.prepare
 
     def allow_truncation(spec: Spec, case: Case, device: str) -> check.Prepared:

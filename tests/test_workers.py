@@ -92,11 +92,11 @@ def test_a_broken_gpu_context_is_fatal(workers: Workers, message: str) -> None:
 
 def test_a_broken_gpu_context_costs_its_neighbours_nothing(workers: Workers) -> None:
     broken = workers.submit(PATIENCE, failing_tasks.fail, RuntimeError("CUDA error: misaligned address"))
-    neighbours = [workers.submit(PATIENCE, failing_tasks.double, number) for number in range(20)]
+    neighbours = [workers.submit(PATIENCE, failing_tasks.double_slowly, number) for number in range(8)]
     failure = workers.outcome(broken)
     assert isinstance(failure, Failure) and failure.fatal
-    assert not wait(neighbours, timeout=PATIENCE).not_done, "tasks are lost and their results waited for in vain"
-    assert [workers.outcome(future) for future in neighbours] == [2 * number for number in range(20)]
+    assert not wait(neighbours, timeout=PATIENCE / 2).not_done, "results that never come"
+    assert [workers.outcome(future) for future in neighbours] == [2 * number for number in range(8)]
 
 
 def test_a_missing_package_is_nobodys_failure(workers: Workers) -> None:
