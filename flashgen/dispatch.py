@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -159,7 +160,7 @@ def _plan(
     """Validate, select, compile and bind; remembered under the key."""
     # Imported here: rendering and reading YAML are for the first call of a kind, not for `import flashgen`.
     from flashgen.launch import bind
-    from flashgen.select import select
+    from flashgen.select import give_up, select
 
     spec, problem = from_tensors(q, k, v, causal=causal, layout=layout)
     copies = any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in (q, k, v))
@@ -174,7 +175,16 @@ def _plan(
         bound = None
         if out.numel():
             views = [tensor if layout == "bhsd" else tensor.transpose(1, 2) for tensor in (q, k, v, out)]
-            bound = bind(selection.variant, *views)
+            try:
+                bound = bind(selection.variant, *views)
+            except UnsupportedError:
+                raise
+            except Exception as error:  # whatever a compiler does with a config that was tuned under another version
+                if selection.method == "default":
+                    raise
+                selection = give_up(selection, spec, family, f"{type(error).__name__}: {error}")
+                warnings.warn(f"{selection.notes[0]}. Using {selection.variant.slug}. Tune again.", stacklevel=3)
+                bound = bind(selection.variant, *views)
         lse_shape = (problem.batch, problem.heads, problem.seq_q)
         plan = Plan(selection, bound, spec.head_dim**-0.5, out_shape, lse_shape, copies)
         if not capturing:

@@ -86,6 +86,14 @@ def forget_selections() -> None:
     _selected.clear()
 
 
+def give_up(selection: Selection, spec: Spec, family: str | None, reason: str) -> Selection:
+    """Replace a tuned variant that this machine cannot compile or load by the default, for later calls as well."""
+    notes = (f"{selection.variant.slug} from {selection.source} does not work here: {reason}", *selection.notes)
+    fallback = _default(spec, selection.bucket, selection.gpu, _candidates(spec, family), notes)
+    _selected[spec, selection.bucket, selection.gpu, family] = fallback
+    return fallback
+
+
 def _candidates(spec: Spec, family: str | None) -> list[Family]:
     named = [family_named(family)] if family is not None else list(FAMILIES.values())
     return [candidate for candidate in named if candidate.op == spec.op]

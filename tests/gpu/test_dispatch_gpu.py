@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -219,3 +221,20 @@ def test_the_operator_passes_opcheck() -> None:
         torch.ops.flashgen.forward, (q, k, v, "bottom_right", None, "bhsd", True, None), test_utils=checks
     )
     torch.library.opcheck(torch.ops.flashgen.forward, (q, k, k, "none", 0.3, "bhsd", False, None), test_utils=checks)
+
+
+def test_a_tuned_config_that_cannot_run_here_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A winner that another compiler version turns into too much shared memory: one warning, the right answer."""
+    from flashgen import select as selecting
+
+    flashgen.forget()
+    q = draw(1, 2, 128, 256)
+    selection = flashgen.explain(q, q, q)
+    variant = selection.variant
+    too_big = type(variant.config)(block_q=128, block_kv=128, num_warps=8, num_stages=4, index_bits=32, advance=0)
+    broken = replace(selection, variant=replace(variant, config=too_big), method="measured", source="a file")
+    monkeypatch.setitem(selecting._selected, (variant.spec, selection.bucket, selection.gpu, None), broken)
+    with pytest.warns(UserWarning, match="does not work here"):
+        assert_close(flashgen.attention(q, q, q), q, q, q)
+    assert "does not work here" in str(flashgen.explain(q, q, q))
+    flashgen.forget()
