@@ -1,6 +1,6 @@
 """flashgen generates flash-attention kernels and finds the fastest one for your GPU.
 
-The files in reading order: errors, hardware, paths, spec, reference, space, families, render, workers, compile, launch,
+The files in reading order: errors, hardware, paths, spec, reference, tensors, space, families, render, workers, compile, launch,
 check, benchmark, model, records, choice, store, select, tune, dispatch, ops, export, analyze, report, cli.
 """
 

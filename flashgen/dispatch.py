@@ -14,7 +14,7 @@ from torch import Tensor
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.hardware import gpu_of
 from flashgen.reference import tiled_attention
-from flashgen.spec import causal_from, check_scale, check_tensors, from_tensors
+from flashgen.tensors import causal_from, check_scale, check_tensors, from_tensors, tf32_allowed
 
 if TYPE_CHECKING:
     from flashgen.launch import Bound
@@ -87,14 +87,14 @@ def attention(
     """
     if torch.compiler.is_compiling() or not (isinstance(q, Tensor) and q.is_cuda):
         return _off_the_hot_path(q, k, v, causal, scale, layout, return_lse, family)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise UnsupportedError(_NO_BACKWARD)
     try:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            raise UnsupportedError(_NO_BACKWARD)
         pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, pointers & 15, causal, layout, return_lse, family,
-            torch.backends.cuda.matmul.allow_tf32,
+            q.dtype is torch.float32 and tf32_allowed(),
         )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):
@@ -109,6 +109,7 @@ def attention(
         scale = plan.scale
     elif not (type(scale) is float and 0.0 < scale < math.inf):
         q, scale = _positive_scale(q, scale)
+        return attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, family=family)
     out = torch.empty_like(q) if plan.out_shape is None else q.new_empty(plan.out_shape)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
     if plan.bound is not None:

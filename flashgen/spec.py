@@ -1,9 +1,8 @@
-"""What is computed (Spec) and at which sizes (Problem); the only place that judges a caller's tensors."""
+"""What is computed (Spec) and at which sizes (Problem)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
@@ -145,106 +144,3 @@ class Bucket:
     def distance(self, other: Bucket) -> float:
         """How far two buckets are apart, in doublings of either length."""
         return abs(math.log2(self.seq_q / other.seq_q)) + abs(math.log2(self.seq_kv / other.seq_kv))
-
-
-def causal_from(value: object) -> Causal:
-    """Translate the public `causal=` argument: False, True (bottom-right), or the alignment's name."""
-    if value is False:
-        return "none"
-    if value is True or value == "bottom_right":
-        return "bottom_right"
-    if value == "top_left":
-        return "top_left"
-    raise InputError(f"causal must be False, True, 'bottom_right' or 'top_left', but got {value!r}.")
-
-
-def check_scale(scale: object) -> None:
-    """Refuse a softmax scale that is not a finite number; None means head_dim ** -0.5."""
-    if scale is None:
-        return
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise InputError(f"scale must be None or a finite number, but got {scale!r}.")
-
-
-def check_tensors(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: str,
-    dtypes: Collection[torch.dtype],
-) -> Problem:
-    """Validate the tensors of one call and return its sizes; shapes as in `from_tensors`.
-
-    Raises:
-        InputError: rank, dtype, device, shape or head counts do not fit together.
-    """
-    named = {"q": q, "k": k, "v": v}
-    for name, tensor in named.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, but got {type(tensor).__name__}.")
-        if tensor.dim() != 4:
-            raise InputError(
-                f"{name} must have 4 dimensions [batch, heads, seq, head_dim], but got shape {tuple(tensor.shape)}. "
-                "Add the missing dimensions with unsqueeze, or pass layout='bshd' for [batch, seq, heads, head_dim]."
-            )
-    if layout not in get_args(Layout):
-        raise InputError(f"layout must be 'bhsd' or 'bshd', but got {layout!r}.")
-    _check_same(named, "dtype", "Cast them to one.")
-    _check_same(named, "device", "Move them to one device.")
-    if q.dtype not in dtypes:
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise InputError(f"dtype must be one of {names} on {q.device.type}, but got {q.dtype}. Cast q, k and v.")
-
-    seq_axis, head_axis = (2, 1) if layout == "bhsd" else (1, 2)
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise InputError(f"q, k and v must have one batch size, but got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}.")
-    for axis, what in ((head_axis, "heads"), (seq_axis, "length")):
-        if k.shape[axis] != v.shape[axis]:
-            raise InputError(
-                f"k and v must agree in {what}, but got {k.shape[axis]} and {v.shape[axis]} (layout={layout!r})."
-            )
-    if q.shape[3] != k.shape[3] or 0 in (q.shape[3], v.shape[3]):
-        raise InputError(
-            "q and k must have one head_dim and all head dims must be at least 1, "
-            f"but got q {q.shape[3]}, k {k.shape[3]} and v {v.shape[3]}."
-        )
-    return Problem(q.shape[0], q.shape[head_axis], k.shape[head_axis], q.shape[seq_axis], k.shape[seq_axis])
-
-
-def from_tensors(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: object = False,
-    layout: str = "bhsd",
-) -> tuple[Spec, Problem]:
-    """Validate one call and say what a kernel has to compute for it.
-
-    Args:
-        q: [batch, heads, seq_q, head_dim] (`layout="bshd"`: [batch, seq_q, heads, head_dim]).
-        k: [batch, kv_heads, seq_kv, head_dim] in the same layout.
-        v: [batch, kv_heads, seq_kv, head_dim_v] in the same layout.
-        causal: False, True, "bottom_right" or "top_left".
-        layout: order of the four dimensions.
-
-    Raises:
-        InputError: the tensors or an option do not fit together.
-    """
-    problem = check_tensors(q, k, v, layout, DTYPE_NAMES.keys())
-    tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    spec = Spec(
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        dtype=DTYPE_NAMES[q.dtype],
-        causal=causal_from(causal),
-        precision="tf32" if tf32 else "ieee",
-    )
-    return spec, problem
-
-
-def _check_same(named: dict[str, torch.Tensor], attribute: str, way_out: str) -> None:
-    values = {name: getattr(tensor, attribute) for name, tensor in named.items()}
-    if len(set(values.values())) > 1:
-        listed = ", ".join(f"{name} {value}" for name, value in values.items())
-        raise InputError(f"q, k and v must share one {attribute}, but got {listed}. {way_out}")

@@ -17,7 +17,7 @@ from flashgen import dispatch
 from flashgen.check import max_error, strided_like
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.reference import plain_attention
-from flashgen.spec import causal_from
+from flashgen.tensors import causal_from
 
 CAUSAL = (False, True, "bottom_right", "top_left")
 

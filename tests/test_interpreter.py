@@ -22,7 +22,8 @@ from flashgen.families import FAMILIES, Variant
 from flashgen.reference import plain_attention
 from flashgen.render import render
 from flashgen.space import Config
-from flashgen.spec import Causal, DType, Problem, Spec, from_tensors
+from flashgen.spec import Causal, DType, Problem, Spec
+from flashgen.tensors import from_tensors
 
 WORKER = Path(__file__).with_name("interpreter_worker.py")
 CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")

@@ -157,7 +157,9 @@ def test_without_a_journal_nothing_is_remembered() -> None:
     assert replay.search().remembered == {}
 
 
-@pytest.mark.parametrize(("place", "kept"), [("asked", replay.TOLD), ("enqueued", replay.TOLD), ("telling", replay.TOLD + 1)])
+@pytest.mark.parametrize(
+    ("place", "kept"), [("asked", replay.TOLD), ("enqueued", replay.TOLD), ("telling", replay.TOLD + 1)]
+)
 def test_a_killed_process_resumes(place: str, kept: int, tmp_path: Path) -> None:
     journal, values = tmp_path / "journal", replay.values(replay.SLUG)
     for _ in range(2):

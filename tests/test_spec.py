@@ -14,19 +14,8 @@ from torch import Tensor
 
 from flashgen.errors import InputError
 from flashgen.reference import visible_keys
-from flashgen.spec import (
-    DTYPE_NAMES,
-    MAX_SIZE,
-    TORCH_DTYPES,
-    Bucket,
-    Causal,
-    Problem,
-    Spec,
-    causal_from,
-    check_scale,
-    from_tensors,
-    next_power_of_2,
-)
+from flashgen.spec import DTYPE_NAMES, MAX_SIZE, TORCH_DTYPES, Bucket, Causal, Problem, Spec, next_power_of_2
+from flashgen.tensors import causal_from, check_scale, from_tensors
 
 CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
 

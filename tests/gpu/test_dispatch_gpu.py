@@ -73,6 +73,8 @@ def test_scales_are_used_as_given() -> None:
     assert torch.equal(flashgen.attention(q, k, v), flashgen.attention(q, k, v, scale=72**-0.5))
     for scale in (1.0, 1e-3, -0.2, 1):
         assert_close(flashgen.attention(q, k, v, scale=scale), q, k, v, scale=float(scale))
+    gaps = strided_like(q, (0, 2, 1, 3))
+    assert torch.equal(flashgen.attention(gaps, k, v, scale=-0.2), flashgen.attention(q, k, v, scale=-0.2))
     assert max_error(flashgen.attention(q, k, v, scale=0.0), v.double().mean(2, keepdim=True).expand(q.shape)) < 1e-3
 
 
@@ -177,6 +179,7 @@ def test_bad_calls_say_what_to_do() -> None:
     q = draw(1, 2, 8, 64)
     for arguments, message in (
         ((q[0], q, q), "4 dimensions"),
+        ((q, None, q), "Tensor"),
         ((q, q.cpu(), q), "device"),
         ((q, q.bfloat16(), q), "dtype"),
         ((draw(1, 3, 8, 64), q, q), "multiple"),
