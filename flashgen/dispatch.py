@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import warnings
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.hardware import gpu_of
 from flashgen.reference import tiled_attention
-from flashgen.tensors import causal_from, check_scale, check_tensors, from_tensors, tf32_allowed
+from flashgen.tensors import MAX_SCALE, MIN_SCALE, causal_from, check_scale, check_tensors, from_tensors, tf32_allowed
 
 if TYPE_CHECKING:
     from flashgen.launch import Bound
@@ -107,7 +106,7 @@ def attention(
         q, k, v = _with_contiguous_rows(q), _with_contiguous_rows(k), _with_contiguous_rows(v)
     if scale is None:
         scale = plan.scale
-    elif not (type(scale) is float and 0.0 < scale < math.inf):
+    elif not (type(scale) is float and MIN_SCALE <= scale <= MAX_SCALE):
         q, scale = _positive_scale(q, scale)
         return attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, family=family)
     out = torch.empty_like(q) if plan.out_shape is None else q.new_empty(plan.out_shape)
@@ -202,7 +201,7 @@ def _with_contiguous_rows(tensor: Tensor) -> Tensor:
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """The same scores with a positive scale, which the kernels need: their maximum is that of the unscaled scores."""
-    check_scale(scale)
+    check_scale(scale, q.dtype)
     if scale == 0:
         return torch.zeros_like(q), 1.0
     return (q, float(scale)) if scale > 0 else (-q, -float(scale))
@@ -230,7 +229,7 @@ def _off_the_hot_path(
         traced: tuple[Tensor, Tensor] = torch.ops.flashgen.forward(q, k, v, mask, scale, layout, return_lse, family)
         return traced if return_lse else traced[0]
     check_tensors(q, k, v, layout, CPU_DTYPES)
-    check_scale(scale)
+    check_scale(scale, q.dtype)
     if q.device.type != "cpu":
         raise UnsupportedError(f"flashgen runs on CUDA and CPU tensors, but got {q.device}. Move them to one of these.")
     if family is not None:

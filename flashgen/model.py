@@ -26,7 +26,7 @@ BLEND = 1.7  # exponent of the norm that joins the times which queues, shared me
 SCHEDULERS = 4
 SHARED_BYTES = 128.0  # shared memory, a clock and multiprocessor
 ARRIVALS = 3  # WARPGROUP instructions of a pass that is not serialised
-WIDE_SLOTS = 1.0  # a 32-bit index turns into an address by IMAD.WIDE, which issues at half rate
+WIDE_SLOTS = 1.0  # IMAD.WIDE makes an address of a 32-bit index; taken to cost what the two additions for 64 bits do
 LOOKAHEAD = 1.5  # a copy is issued num_stages minus this many passes before its data is needed
 MASKED_PASSES = 0.5  # what masking adds to a pass
 MMA_SYNC_RATE = 0.6  # of the tensor peak, on GPUs whose peak needs warpgroup instructions
@@ -104,7 +104,7 @@ def _lanes(gpu: Gpu) -> int:
 
 def _passes(spec: Spec, config: Config, problem: Problem) -> tuple[float, float]:
     """Passes through the loop of the mean and of the longest tile; masked ones count for more."""
-    block_q, block_kv = min(config["block_q"], max(1, problem.seq_q)), config["block_kv"]
+    block_q, block_kv = config["block_q"], config["block_kv"]
     if spec.causal == "none":
         passes = math.ceil(problem.seq_kv / block_kv) + MASKED_PASSES * (problem.seq_kv % block_kv > 0)
         return max(1.0, passes), max(1.0, passes)

@@ -11,6 +11,9 @@ import torch
 from flashgen.errors import InputError
 from flashgen.spec import DTYPE_NAMES, Causal, Layout, Problem, Spec
 
+# Normal fp32 numbers, with room for the factor log2(e).
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
+
 
 def causal_from(value: object) -> Causal:
     """Translate the public `causal=` argument: False, True (bottom-right), or the alignment's name."""
@@ -23,12 +26,20 @@ def causal_from(value: object) -> Causal:
     raise InputError(f"causal must be False, True, 'bottom_right' or 'top_left', but got {value!r}.")
 
 
-def check_scale(scale: object) -> None:
-    """Refuse a softmax scale that is not a finite number; None means head_dim ** -0.5."""
+def check_scale(scale: object, dtype: torch.dtype) -> None:
+    """Refuse a softmax scale that is no finite number, or that fp32, in which scores are held, cannot express.
+
+    None means head_dim ** -0.5.
+    """
     if scale is None:
         return
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise InputError(f"scale must be None or a finite number, but got {scale!r}.")
+    if dtype != torch.float64 and scale != 0 and not MIN_SCALE <= abs(scale) <= MAX_SCALE:
+        raise InputError(
+            f"the scale of {dtype} inputs must be 0 or between {MIN_SCALE:.3g} and {MAX_SCALE:.3g} in size, "
+            f"but got {scale!r}. Scale q instead."
+        )
 
 
 def tf32_allowed() -> bool:

@@ -184,9 +184,19 @@ def test_true_fp32_is_bounded_by_fp32_arithmetic() -> None:
             assert _estimate(gpu, spec, resources, config=SMALL_TILE) > peak_us
 
 
-def test_tf32_is_faster_than_true_fp32_where_its_products_are() -> None:
-    tf32 = _estimate("a100", Spec(dtype="fp32", precision="tf32"), AMPERE)
-    assert tf32 < 0.4 * _estimate("a100", Spec(dtype="fp32"), FP32, config=SMALL_TILE)
+def test_tf32_lies_between_true_fp32_and_bf16() -> None:
+    tf32 = Spec(dtype="fp32", precision="tf32")
+    assert _estimate("a100", tf32, AMPERE) < 0.4 * _estimate("a100", Spec(dtype="fp32"), FP32, config=SMALL_TILE)
+    one, kernel = _kernel("d128_bf16", 128, 128, 8, 3, 64, 1)
+    problem = one.problems[-1]
+    half, whole = (predict_us(spec, kernel.config, kernel.resources, problem, H200) for spec in (tf32, one.spec))
+    assert half > 1.5 * whole
+
+
+def test_two_warps_leave_half_of_a_multiprocessor_idle() -> None:
+    lone = Problem(batch=1, heads=1, kv_heads=1, seq_q=64, seq_kv=4096)
+    four, two = (_estimate("a100", Spec(), AMPERE, lone, Config(**{**TILE, "num_warps": n})) for n in (4, 2))
+    assert two > 1.1 * four
 
 
 @pytest.mark.parametrize("causal", ["bottom_right", "top_left"])
@@ -204,6 +214,13 @@ def test_keys_that_no_row_sees_cost_nothing_much() -> None:
     hidden = Spec(causal="top_left")
     assert _estimate("h200", hidden, AMPERE, long) < 1.5 * _estimate("h200", hidden, AMPERE, short)
     assert _estimate("h200", visible, AMPERE, long) > 10 * _estimate("h200", visible, AMPERE, short)
+
+
+@pytest.mark.parametrize("seq_q", [1, 64])
+def test_one_tile_of_the_last_rows_sees_all_keys_whatever_the_mask(seq_q: int) -> None:
+    problem = Problem(batch=8, heads=16, kv_heads=16, seq_q=seq_q, seq_kv=512)
+    masked, full = (_estimate("h200", Spec(causal=causal), AMPERE, problem) for causal in ("bottom_right", "none"))
+    assert full <= masked < 1.05 * full
 
 
 @pytest.mark.parametrize("gpu", KNOWN_GPUS.values(), ids=lambda gpu: gpu.name)

@@ -163,7 +163,8 @@ def test_without_a_journal_nothing_is_remembered() -> None:
 def test_a_killed_process_resumes(place: str, kept: int, tmp_path: Path) -> None:
     journal, values = tmp_path / "journal", replay.values(replay.SLUG)
     for _ in range(2):
-        killed = subprocess.run([sys.executable, replay.__file__, journal, place], capture_output=True, text=True)
+        command = [sys.executable, replay.__file__, journal, place]
+        killed = subprocess.run(command, capture_output=True, text=True, check=False)
         assert killed.returncode == 9, killed.stderr
     search = replay.search(journal)
     assert len(search.remembered) == 2 * kept
