@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -25,6 +26,12 @@ def stderr_console() -> Console:
     """Where people read; wide enough for the tables when it is a file or a pipe."""
     console = Console(stderr=True)
     return console if console.is_terminal else Console(stderr=True, width=120)
+
+
+def stdout_console() -> Console:
+    """Where results go; as wide as the widest table when it is a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
 
 
 @contextlib.contextmanager
@@ -106,7 +113,7 @@ def refusal_table(outcomes: Sequence[Outcome]) -> Table:
     counts = Counter((rejection.stage, rejection.kind) for rejection in rejections)
     examples = {(rejection.stage, rejection.kind): rejection.reason for rejection in rejections}
     for (stage, kind), count in sorted(counts.items(), key=lambda item: -item[1]):
-        table.add_row(stage, kind, str(count), examples[stage, kind])
+        table.add_row(stage, kind, str(count), escape(examples[stage, kind]))
     return table
 
 
@@ -154,5 +161,5 @@ def comparison_table(rows: Sequence[Row], memory: bool) -> Table:
 
 def _cell(row: Row, memory: bool) -> str:
     if row.measurement is None or row.tflops is None or row.extra_bytes is None:
-        return row.failure or "failed"
+        return escape(row.failure or "failed")
     return f"{row.extra_bytes / 1e6:.0f}" if memory else f"{row.tflops:.0f} ({row.measurement.median_us:.0f})"

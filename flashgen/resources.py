@@ -87,27 +87,37 @@ def disassemble(cubin: bytes) -> str:
 
 
 def loop_instructions(sass: str) -> dict[str, int]:
-    """Count the instructions of the innermost loop with the most matrix products, by kind and in total.
+    """Count the instructions of the hot loop, by kind and in total: of the innermost loops, the leanest with products.
 
-    Masked loops do the same products with more instructions around them: of equals the leaner loop is the hot one.
+    Masked loops do the same products with more instructions around them, and outer ones (a persistent grid, waits that
+    jump back) hold several.
     """
     lines = sass.splitlines()
     labels = {line[:-1]: number for number, line in enumerate(lines) if line.startswith(".L_x_")}
-    best: Counter[str] = Counter()
+    loops: dict[tuple[int, int], Counter[str]] = {}
     for number, line in enumerate(lines):
         jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
-        if jump is None or labels.get(jump[1], number) >= number:
-            continue
-        counts: Counter[str] = Counter()
-        for inner in lines[labels[jump[1]] : number + 1]:
-            opcode = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", inner)
-            if opcode is not None:
-                counts["total"] += 1
-                counts[_KINDS.get(opcode[1], "other")] += 1
-        if (_products(counts), -counts["total"]) > (_products(best), -best["total"]):
-            best = counts
-    return dict(best)
+        if jump is not None and labels.get(jump[1], number) < number:
+            counts = _count(lines[labels[jump[1]] : number + 1])
+            if counts["wgmma"] + counts["mma"] + counts["tcgen05"] + counts["fp32"]:
+                loops[labels[jump[1]], number] = counts
+    innermost = [
+        counts
+        for (start, stop), counts in loops.items()
+        if not any(start <= low and high <= stop and (low, high) != (start, stop) for low, high in loops)
+    ]
+    return dict(min(innermost, key=lambda counts: (-_products(counts), counts["total"]), default=Counter()))
+
+
+def _count(lines: list[str]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for line in lines:
+        opcode = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", line)
+        if opcode is not None:
+            counts["total"] += 1
+            counts[_KINDS.get(opcode[1], "other")] += 1
+    return counts
 
 
 def _products(counts: Counter[str]) -> int:
-    return counts["wgmma"] + counts["mma"] + counts["tcgen05"] + (counts["fp32"] > 0)
+    return counts["wgmma"] + counts["mma"] + counts["tcgen05"]

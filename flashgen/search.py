@@ -28,7 +28,8 @@ class Search:
     """Candidates of one family for one spec and GPU, in the order worth trying.
 
     A space no larger than `trials` is tried completely. A larger one is sampled by TPE, after `first`. A config is
-    handed out once; what is known of it, also from an earlier run with the same journal, answers from memory.
+    handed out once; what is known of it, also from an earlier run with the same journal, answers from memory and counts
+    among the trials.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Search:
         self.remembered = self._recall()
         self._exhaustive = len(self.space.usable) <= trials
         self._queue = self._start(first)
-        self._left = trials
+        self._left = trials - len(self.remembered)
 
     def _space_hash(self) -> str:
         """A stored study cannot change its choices, so other choices are another study."""

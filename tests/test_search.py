@@ -148,8 +148,9 @@ def test_a_second_run_asks_only_what_is_new(tmp_path: Path) -> None:
 
 def test_a_second_run_samples_only_what_is_new(tmp_path: Path) -> None:
     journal, values = tmp_path / "journal", replay.values(replay.SLUG)
-    first, second = (replay.run(replay.search(journal, trials=12), values) for _ in range(2))
-    assert len({*first, *second}) == 24
+    first, second = (replay.run(replay.search(journal, trials=trials), values) for trials in (12, 24))
+    assert len(first) == len(second) == 12 and len({*first, *second}) == 24
+    assert replay.search(journal, trials=24).ask() is None
 
 
 def test_without_a_journal_nothing_is_remembered() -> None:

@@ -7,13 +7,14 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from flashgen.analyze import Analysis, Method, analyze
 from flashgen.budget import BudgetRow, budget
 from flashgen.cli import options
+from flashgen.errors import InputError
 from flashgen.families import FAMILIES
+from flashgen.report import stdout_console
 from flashgen.spec import Problem
 
 
@@ -35,7 +36,10 @@ def analyze_command(gpu: str, as_json: bool, **given: Any) -> None:
     """
     target = options.gpu_from(gpu)
     causal = "true" if given["causal"] else "false"
-    spec = options.specs_from(target, given["head_dim"], given["head_dim_v"], given["dtype"], causal)[0]
+    specs = options.specs_from(target, given["head_dim"], given["head_dim_v"], given["dtype"], causal)
+    if len(specs) > 1:
+        raise InputError("one analysis is of one dtype: pass a single --dtype.")
+    spec = specs[0]
     heads, kv_heads = given["heads"] or (max(1, options.WIDTH // spec.head_dim),) * 2
     problem = Problem(given["batch"], heads, kv_heads, given["seq_q"] or given["seq"], given["seq"])
     config = FAMILIES["triton_fwd"].default(spec, target)
@@ -51,11 +55,11 @@ def analyze_command(gpu: str, as_json: bool, **given: Any) -> None:
             "visible_pairs": analysis.visible_pairs,
             "l2_bytes": analysis.l2_bytes,
             "ridge_flop_per_byte": analysis.ridge,
-            "budget": [{**_budget_plain(row)} for row in rows],
+            "budget": [_budget_plain(row) for row in rows],
         }
         click.echo(json.dumps(plain, indent=2))
         return
-    out = Console()
+    out = stdout_console()
     out.print(_work_table(analysis))
     out.print(
         f"Through L2, in blocks of {config['block_q']} rows: {analysis.l2_bytes / 1e9:.2f} GB "

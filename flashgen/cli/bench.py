@@ -9,14 +9,13 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 
 from flashgen.cli import options
 from flashgen.compare import PEERS, Row, compare, host_cost
 from flashgen.errors import UnsupportedError
 from flashgen.hardware import current_gpu, driver_version
 from flashgen.plot import check_plot_path, plot
-from flashgen.report import comparison_table, stderr_console
+from flashgen.report import comparison_table, stderr_console, stdout_console
 
 
 @click.command("bench")
@@ -60,7 +59,7 @@ def bench_command(as_json: bool, **given: Any) -> None:
         }
         click.echo(json.dumps(plain, indent=2))
     else:
-        out = Console(width=140)
+        out = stdout_console()
         out.print(f"{gpu.label}, driver {machine['driver']}, torch {torch.__version__}")
         out.print(comparison_table(rows, memory=False))
         if given["memory"]:
@@ -72,5 +71,6 @@ def bench_command(as_json: bool, **given: Any) -> None:
             )
     if given["plot_path"] is not None:
         plot(rows, given["plot_path"], f"{gpu.label}, torch {torch.__version__}")
-    if all(row.measurement is None for row in rows if row.name == "flashgen"):
+    ours = [row for row in rows if row.name == "flashgen"]
+    if ours and all(row.measurement is None for row in ours):
         raise UnsupportedError("flashgen ran none of these problems; the table says why.")

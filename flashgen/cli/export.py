@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from flashgen.cli import options
+from flashgen.compile import require_triton
 from flashgen.errors import InputError
 from flashgen.export import export
 
@@ -23,6 +24,7 @@ from flashgen.export import export
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="File to write.")
 def export_command(gpu: str, seq: int, output: Path, **given: Any) -> None:
     """Write a kernel, its launcher and a self-check to one file that needs only torch and triton."""
+    require_triton()
     target = options.gpu_from(gpu)
     causal = "true" if given["causal"] else "false"
     specs = options.specs_from(target, given["head_dim"], given["head_dim_v"], given["dtype"], causal)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from flashgen import store
@@ -18,7 +18,8 @@ from flashgen.compile import require_triton
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.records import Entry
 from flashgen.render import render
-from flashgen.select import select
+from flashgen.report import stdout_console
+from flashgen.select import Selection, select
 
 
 @click.command("list")
@@ -29,7 +30,7 @@ def list_command(gpu: str | None, as_json: bool) -> None:
     gpus: Iterable[Gpu] = [options.gpu_from(gpu)] if gpu else KNOWN_GPUS.values()
     found = [(target, path, entry) for target in gpus for path, entry in store.entries_of(target)]
     if as_json:
-        click.echo(json.dumps([_plain(target, path, entry) for target, path, entry in found], indent=2))
+        click.echo(json.dumps([_entry_plain(target, path, entry) for target, path, entry in found], indent=2))
         return
     table = Table()
     for heading in ("gpu", "spec", "seq_q", "seq_kv", "family", "config", "us", "method", "file"):
@@ -38,12 +39,12 @@ def list_command(gpu: str | None, as_json: bool) -> None:
         config = " ".join(f"{name}={value}" for name, value in entry.config.items())
         table.add_row(
             target.name, entry.spec.slug, str(entry.bucket.seq_q), str(entry.bucket.seq_kv), entry.family,
-            config, f"{entry.time.median_us:.1f}", entry.method, str(path),
+            config, f"{entry.time.median_us:.1f}", entry.method, escape(str(path)),
         )  # fmt: skip
-    Console().print(table)
+    stdout_console().print(table)
 
 
-def _plain(gpu: Gpu, path: Path, entry: Entry) -> dict[str, object]:
+def _entry_plain(gpu: Gpu, path: Path, entry: Entry) -> dict[str, object]:
     plain = asdict(entry)
     plain["config"] = dict(entry.config)
     return {"gpu": gpu.name, "file": str(path), **plain}
@@ -64,22 +65,27 @@ def show_command(gpu: str, seq: int, source: bool, as_json: bool, **given: Any) 
     require_triton()
     target = options.gpu_from(gpu)
     causal = "true" if given["causal"] else "false"
-    for spec in options.specs_from(target, given["head_dim"], given["head_dim_v"], given["dtype"], causal):
-        selection = select(spec, options.problem_from(seq, None, spec.head_dim), target, given["family"])
-        text = render(selection.variant) if source else None
-        if as_json:
-            plain = {
-                "variant": selection.variant.slug,
-                "family": selection.variant.family.name,
-                "config": dict(selection.variant.config),
-                "method": selection.method,
-                "file": selection.source,
-                "why": selection.why,
-                "notes": list(selection.notes),
-                "source": text,
-            }
-            click.echo(json.dumps(plain, indent=2))
-        else:
-            click.echo(str(selection))
-            if text is not None:
-                click.echo(text)
+    specs = options.specs_from(target, given["head_dim"], given["head_dim_v"], given["dtype"], causal)
+    selections = [
+        select(spec, options.problem_from(seq, None, spec.head_dim), target, given["family"]) for spec in specs
+    ]
+    if as_json:
+        click.echo(json.dumps([_selection_plain(selection, source) for selection in selections], indent=2))
+        return
+    for selection in selections:
+        click.echo(str(selection))
+        if source:
+            click.echo(render(selection.variant))
+
+
+def _selection_plain(selection: Selection, source: bool) -> dict[str, object]:
+    return {
+        "variant": selection.variant.slug,
+        "family": selection.variant.family.name,
+        "config": dict(selection.variant.config),
+        "method": selection.method,
+        "file": selection.source,
+        "why": selection.why,
+        "notes": list(selection.notes),
+        "source": render(selection.variant) if source else None,
+    }

@@ -41,7 +41,7 @@ DEFAULT_BUDGET_S = {"measured": 600.0, "estimated": 45.0}
 @click.option("--family", help="Only this kernel family.")
 @click.option("--trials", type=click.IntRange(min=1), default=100, show_default=True, help="Candidates per spec.")
 @click.option("--budget", type=click.FloatRange(min=1), help="Seconds for all; default 600 measured, 45 estimated.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Order of the candidates.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Candidates' order.")
 @click.option("--fresh", is_flag=True, help="Forget what earlier runs measured.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="YAML file; default: the user's own.")
 @options.json_option
@@ -75,12 +75,16 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
         for table in winners_tables([outcome for outcome in outcomes if outcome.entries(None)]):
             console.print(table)
         console.print(refusal_table(outcomes))
-    missing = [outcome.request.spec.slug for outcome in outcomes if not outcome.entries(None)]
-    if len(missing) == len(requests):
-        raise TuneError(f"no candidate is usable for {', '.join(missing)} on {target.name}: {_reasons(outcomes)}.")
-    console.print(f"Stored in {path}")
+    without = [outcome for outcome in outcomes if not outcome.entries(None)]
+    if without:
+        names = ", ".join(outcome.request.spec.slug for outcome in without)
+        failure = f"no candidate is usable for {names} on {target.name}: {_reasons(without)}."
+        if len(without) == len(outcomes):
+            raise TuneError(failure)
+        click.echo(failure, err=True)
+    click.echo(f"Stored in {path}", err=True)
     if method == "estimated":
-        console.print(f"Nothing ran: {target.name} is not in this machine. Tune there to replace these estimates.")
+        click.echo(f"Nothing ran: {target.name} is not in this machine. Tune there to replace the estimates.", err=True)
 
 
 def method_for(gpu: Gpu) -> Method:
@@ -130,6 +134,11 @@ def _run(requests: list[Request], budget: float, path: Path, console: Console) -
 
 
 def _reasons(outcomes: list[Outcome]) -> str:
-    """The distinct reasons, most frequent first."""
-    counts = Counter(rejection.reason for outcome in outcomes for rejection in outcome.rejections)
+    """Why no candidate is left, most frequent reason first; the rules' reasons only if they left nothing to try."""
+    rejections = [rejection for outcome in outcomes for rejection in outcome.rejections]
+    tried = [rejection for rejection in rejections if rejection.stage != "rule"]
+    requests = [outcome.request for outcome in outcomes]
+    if not tried and any(family.space(each.spec, each.gpu).usable for each in requests for family in each.families):
+        return "the search ended before a candidate was done; give it more time with --budget"
+    counts = Counter(rejection.reason for rejection in tried or rejections)
     return "; ".join(reason for reason, _ in counts.most_common(5))
