@@ -1,7 +1,8 @@
 """flashgen generates flash-attention kernels and finds the fastest one for your GPU.
 
-The files in reading order: errors, hardware, paths, spec, reference, tensors, space, families, render, workers, compile,
-launch, check, benchmark, model, records, choice, store, select, tune, dispatch, ops, export, analyze, report, cli.
+The files in reading order: errors, hardware, paths, spec, reference, tensors, space, families, render, workers,
+compile, resources, launch, check, benchmark, model, evaluate, records, choice, store, select, candidates, search, tune,
+dispatch, ops, compare, export, analyze, budget, plot, report, cli.
 """
 
 from __future__ import annotations

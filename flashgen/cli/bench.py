@@ -37,18 +37,22 @@ def bench_command(as_json: bool, **given: Any) -> None:
     Times are medians of single calls with a cold L2. An implementation that runs out of memory or refuses a shape is
     reported as such.
     """
-    gpu = current_gpu()
     if given["plot_path"] is not None:
         check_plot_path(given["plot_path"])
+    gpu = current_gpu()
     names = tuple(given["peers"].split(","))
     rows: list[Row] = []
     console = stderr_console()
-    for head_dim in given["head_dim"]:
-        for spec in options.specs_from(gpu, head_dim, None, given["dtype"], given["causal"]):
-            for seq in given["seq"]:
-                problem = options.problem_from(seq, given["heads"], head_dim, given["tokens"])
-                console.print(f"{spec.slug} {problem.batch} x {seq}", style="dim")
-                rows += compare(spec, problem, names, given["rounds"])
+    # All of them before the first is measured: a bad one at the end would cost what came before.
+    work = [
+        (spec, options.problem_from(seq, given["heads"], head_dim, given["tokens"]))
+        for head_dim in given["head_dim"]
+        for spec in options.specs_from(gpu, head_dim, None, given["dtype"], given["causal"])
+        for seq in given["seq"]
+    ]
+    for spec, problem in work:
+        console.print(f"{spec.slug} {problem.batch} x {problem.seq_q}", style="dim")
+        rows += compare(spec, problem, names, given["rounds"])
     cost = host_cost() if given["host"] else None
     machine = {"gpu": gpu.label, "driver": driver_version(), "torch": torch.__version__}
     if as_json:
