@@ -135,8 +135,10 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
 
 
 def compile_resources(variant: Variant, gpu: Gpu) -> Resources:
-    """Compile and report; the task that child processes run."""
-    return resources_of(compile_kernel(variant, gpu))
+    """Compile what contiguous tensors would launch, and report; the task that child processes run."""
+    widths = (variant.spec.head_dim, variant.spec.head_dim_v)
+    aligned = all(width * variant.spec.element_bytes % 16 == 0 for width in widths)
+    return resources_of(compile_kernel(variant, gpu, aligned=aligned))
 
 
 # Bytes of stack a thread may spill before a candidate is not worth timing.

@@ -13,7 +13,18 @@ from torch import Tensor
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.hardware import gpu_of
 from flashgen.reference import tiled_attention
-from flashgen.tensors import MAX_SCALE, MIN_SCALE, causal_from, check_scale, check_tensors, from_tensors, tf32_allowed
+from flashgen.tensors import (
+    MAX_SCALE,
+    MIN_SCALE,
+    causal_from,
+    check_scale,
+    check_tensors,
+    empty_output,
+    from_tensors,
+    positive_scale,
+    tf32_allowed,
+    with_contiguous_rows,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from flashgen.launch import Bound
@@ -37,7 +48,7 @@ class Plan:
         selection: the variant and why it was chosen.
         bound: the kernel bound to this layout; None when there is nothing to compute.
         scale: the default softmax scale.
-        out_shape: shape of the output where it is not that of q.
+        out_shape: shape of a contiguous output; None for one in q's own memory order.
         lse_shape: [batch, heads, seq_q].
         copies: a tensor's last dimension is strided, so it is copied first.
     """
@@ -72,7 +83,7 @@ def attention(
         k: [batch, kv_heads, seq_kv, head_dim]; query head h reads key head h // (heads // kv_heads).
         v: [batch, kv_heads, seq_kv, head_dim_v].
         causal: True or "bottom_right" shows row i the keys j <= i + (seq_kv - seq_q); "top_left" j <= i.
-        scale: multiplies the scores; default head_dim ** -0.5. Any finite number is used as given.
+        scale: multiplies the scores; default head_dim ** -0.5. Used as given: 0, negative, any that fp32 can hold.
         layout: "bshd" for tensors [batch, seq, heads, head_dim]; the output has the inputs' layout.
         return_lse: return (output, lse) with the natural log-sum-exp of the scores, fp32 [batch, heads, seq_q].
         family: run this kernel family or raise; None chooses, and `flashgen.explain` says how.
@@ -103,11 +114,11 @@ def attention(
     if plan is None:
         plan = _plan(key, q, k, v, causal, layout, return_lse, family)
     if plan.copies:
-        q, k, v = _with_contiguous_rows(q), _with_contiguous_rows(k), _with_contiguous_rows(v)
+        q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
     if scale is None:
         scale = plan.scale
     elif not (type(scale) is float and MIN_SCALE <= scale <= MAX_SCALE):
-        q, scale = _positive_scale(q, scale)
+        q, scale = positive_scale(q, scale)
         return attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=return_lse, family=family)
     out = torch.empty_like(q) if plan.out_shape is None else q.new_empty(plan.out_shape)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
@@ -143,8 +154,9 @@ def forget() -> None:
     """Drop all plans, so that newly tuned configs and changed files are seen."""
     from flashgen.select import forget_selections
 
-    _plans.clear()
-    forget_selections()
+    with _planning:
+        forget_selections()
+        _plans.clear()
 
 
 def _plan(
@@ -165,9 +177,10 @@ def _plan(
     spec, problem = from_tensors(q, k, v, causal=causal, layout=layout)
     copies = any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in (q, k, v))
     if copies:
-        q, k, v = _with_contiguous_rows(q), _with_contiguous_rows(k), _with_contiguous_rows(v)
+        q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
     out = empty_output(q, v)
-    out_shape = None if spec.head_dim == spec.head_dim_v else tuple(out.shape)
+    like_q = spec.head_dim == spec.head_dim_v and torch.empty_like(q).stride() == out.stride()
+    out_shape = None if like_q else tuple(out.shape)
     with _planning:
         # A capture must not read files; what is chosen then without them is not kept for later.
         capturing = torch.cuda.is_current_stream_capturing()
@@ -194,24 +207,6 @@ def _plan(
     return plan
 
 
-def _with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it when its last dimension is strided."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The same scores with a positive scale, which the kernels need: their maximum is that of the unscaled scores."""
-    check_scale(scale, q.dtype)
-    if scale == 0:
-        return torch.zeros_like(q), 1.0
-    return (q, float(scale)) if scale > 0 else (-q, -float(scale))
-
-
-def empty_output(q: Tensor, v: Tensor) -> Tensor:
-    """The uninitialised output of a call: q's memory order where v is as wide as q, else contiguous."""
-    return torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
-
-
 def _off_the_hot_path(
     q: Tensor,
     k: Tensor,
@@ -225,6 +220,8 @@ def _off_the_hot_path(
     """Calls that launch nothing here: traced ones become one operator, CPU tensors run in plain torch."""
     mask = causal_from(causal)
     if torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            raise UnsupportedError(_NO_BACKWARD)
         # The operator validates when it runs; symbolic sizes are nothing to judge.
         traced: tuple[Tensor, Tensor] = torch.ops.flashgen.forward(q, k, v, mask, scale, layout, return_lse, family)
         return traced if return_lse else traced[0]

@@ -29,7 +29,7 @@ class Bound:
     Calling it launches on the current stream of its device, from whatever device is current.
     """
 
-    __slots__ = ("_constants", "_device", "_function", "_grid", "_metadata", "_run", "_sizes", "_stream")
+    __slots__ = ("_constants", "_device", "_function", "_grid", "_kernel", "_metadata", "_run", "_sizes", "_stream")
 
     def __init__(
         self, kernel: CompiledKernel, device: int, grid: int, sizes: tuple[int, ...], constants: tuple[object, ...]
@@ -37,6 +37,7 @@ class Bound:
         from triton.runtime import driver
 
         compiled: Any = kernel
+        self._kernel = kernel  # Triton unloads a module with its last reference
         self._run = compiled.run
         self._function = compiled.function
         self._metadata = compiled.packed_metadata

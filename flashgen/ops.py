@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashgen.dispatch import attention, empty_output
+from flashgen.dispatch import attention
+from flashgen.tensors import empty_output
 
 
 @torch.library.custom_op("flashgen::forward", mutates_args=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from pathlib import Path
@@ -42,7 +43,10 @@ def generated_dir() -> Path:
             return folder
     except OSError:
         pass
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    fallback = Path(tempfile.gettempdir()) / f"flashgen-{user}" / "generated"
-    fallback.mkdir(parents=True, exist_ok=True)
-    return fallback
+    return _temporary_dir()
+
+
+@functools.cache
+def _temporary_dir() -> Path:
+    """This process's own folder: under a name that others can guess, they could leave code to be imported."""
+    return Path(tempfile.mkdtemp(prefix="flashgen-"))

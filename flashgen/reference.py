@@ -71,11 +71,14 @@ def tiled_attention(
     row_max = torch.full(grouped.shape[:-1], -math.inf, dtype=wide, device=q.device)
     row_sum = torch.zeros_like(row_max)
     acc = torch.zeros(*grouped.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
-    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device)
-    for start in range(0, k.shape[2], block_kv):
+    seq_q, seq_kv = q.shape[2], k.shape[2]
+    for start in range(0, seq_kv, block_kv):
         keys = slice(start, start + block_kv)
         scores = grouped @ k[:, :, None, keys].to(wide).transpose(-1, -2)
-        scores = scores.masked_fill(~seen[:, keys], -math.inf)
+        if causal != "none":
+            diagonal = (seq_kv - seq_q if causal == "bottom_right" else 0) - start
+            seen = torch.ones(seq_q, scores.shape[-1], dtype=torch.bool, device=q.device).tril(diagonal)
+            scores = scores.masked_fill(~seen, -math.inf)
         new_max = torch.maximum(row_max, scores.amax(-1))
         safe_max = new_max.masked_fill(new_max == -math.inf, 0.0)
         p = torch.exp(scores - safe_max[..., None])

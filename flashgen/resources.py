@@ -106,7 +106,8 @@ def loop_instructions(sass: str) -> dict[str, int]:
         for (start, stop), counts in loops.items()
         if not any(start <= low and high <= stop and (low, high) != (start, stop) for low, high in loops)
     ]
-    return dict(min(innermost, key=lambda counts: (-_products(counts), counts["total"]), default=Counter()))
+    innermost.sort(key=lambda counts: (-_products(counts), counts["total"]))
+    return dict(innermost[0]) if innermost else {}
 
 
 def _count(lines: list[str]) -> Counter[str]:

@@ -52,7 +52,7 @@ class Search:
         self._refused = dict(self.space.rejected)
         self._study = optuna.create_study(
             storage=_storage(journal),
-            study_name=f"{name}/{family.name}/{spec.slug}/{self._space_hash()}",
+            study_name=_study_name(name, family, spec),
             sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=10),
             load_if_exists=True,
         )
@@ -60,10 +60,6 @@ class Search:
         self._exhaustive = len(self.space.usable) <= trials
         self._queue = self._start(first)
         self._left = trials - len(self.remembered)
-
-    def _space_hash(self) -> str:
-        """A stored study cannot change its choices, so other choices are another study."""
-        return hashlib.sha256(json.dumps(sorted(self._choices.items())).encode()).hexdigest()[:8]
 
     def _recall(self) -> dict[Config, dict[str, object]]:
         """Outcomes of earlier runs; trials that a killed run left open are closed."""
@@ -122,10 +118,17 @@ class Search:
         values = {name: trial.suggest_categorical(name, list(choices)) for name, choices in self._choices.items()}
         return Config(**{name: int(str(value)) for name, value in values.items()}), trial
 
-    def tell(self, config: Config, value: float | None, outcome: Mapping[str, object]) -> None:
-        """Record a result: `value` is what is minimised, None for a candidate that was refused."""
+    def tell(self, config: Config, value: float | None, outcome: Mapping[str, object] | None) -> None:
+        """Record a result.
+
+        Args:
+            config: what `ask` returned.
+            value: what is minimised; None for a candidate that was refused.
+            outcome: what later runs remember; None when another day may end differently.
+        """
         trial = self._trials[config]
-        trial.set_user_attr("outcome", dict(outcome))
+        if outcome is not None:
+            trial.set_user_attr("outcome", dict(outcome))
         if value is None:
             self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         else:
@@ -142,6 +145,19 @@ class Search:
         return [rejection for _, rejection in self.space.rejected]
 
 
+def forget_study(journal: Path | None, name: str, family: Family, spec: Spec) -> None:
+    """Drop what a journal remembers of one search."""
+    storage, study = _storage(journal), _study_name(name, family, spec)
+    if study in optuna.get_all_study_names(storage):
+        optuna.delete_study(study_name=study, storage=storage)
+
+
+def _study_name(name: str, family: Family, spec: Spec) -> str:
+    """A stored study cannot change its choices, so other choices are another study."""
+    choices = hashlib.sha256(json.dumps(sorted(family.choices.items())).encode()).hexdigest()[:8]
+    return f"{name}/{family.name}/{spec.slug}/{choices}"
+
+
 def _storage(journal: Path | None) -> optuna.storages.BaseStorage:
     if journal is None:
         return optuna.storages.InMemoryStorage()
@@ -152,17 +168,14 @@ def _storage(journal: Path | None) -> optuna.storages.BaseStorage:
 
 
 @contextlib.contextmanager
-def open_journal(gpu_name: str, resume: bool) -> Iterator[Path | None]:
-    """The file that remembers this GPU's trials; None when not wanted or another process is tuning with it."""
-    if not resume:
-        yield None
-        return
+def open_journal(gpu_name: str) -> Iterator[Path | None]:
+    """The file that remembers this GPU's trials; None when it cannot be written or another process tunes with it."""
     path = user_dir() / "studies" / f"{gpu_name}.journal"
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(f"{path}.owner", timeout=0)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except Timeout:
+    except (Timeout, OSError):
         yield None
         return
     try:

@@ -122,6 +122,7 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None) -> Selecti
 
 def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], notes: tuple[str, ...]) -> Selection:
     refusals: list[str] = []
+    hint = f"run `flashgen tune --gpu auto --head-dim {spec.head_dim}` there"
     for candidate in candidates:
         config = candidate.default(spec, gpu)
         rejection = candidate.refuses(spec, config, gpu)
@@ -132,7 +133,7 @@ def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], not
                 bucket=bucket,
                 method="default",
                 source=None,
-                why=f"nobody tuned {spec.slug} for this bucket of {gpu.name}; run `flashgen tune --gpu {gpu.name}`",
+                why=f"nobody tuned {spec.slug} for this bucket of {gpu.name}; {hint}",
                 notes=(*notes, *refusals),
             )
         refusals.append(f"{candidate.name}: {rejection.reason}")

@@ -21,7 +21,7 @@ DTYPE_NAMES: dict[torch.dtype, DType] = {value: cast(DType, key) for key, value 
 ELEMENT_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 MAX_HEAD_DIM = 256
-MAX_SIZE = 2**31 - 1  # the kernels' sizes are int32
+MAX_SIZE = 2**31 - 512  # the kernels' sizes are int32, and they round up to a block
 
 
 def next_power_of_2(n: int) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
+from torch import Tensor
 
 from flashgen.errors import InputError
 from flashgen.spec import DTYPE_NAMES, Causal, Layout, Problem, Spec
@@ -17,12 +18,11 @@ MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 
 def causal_from(value: object) -> Causal:
     """Translate the public `causal=` argument: False, True (bottom-right), or the alignment's name."""
-    if value is False:
-        return "none"
-    if value is True or value == "bottom_right":
-        return "bottom_right"
-    if value == "top_left":
-        return "top_left"
+    if isinstance(value, str):
+        if value in ("bottom_right", "top_left"):
+            return cast(Causal, value)
+    elif value is not None and value in (0, 1):
+        return "bottom_right" if value else "none"
     raise InputError(f"causal must be False, True, 'bottom_right' or 'top_left', but got {value!r}.")
 
 
@@ -33,7 +33,7 @@ def check_scale(scale: object, dtype: torch.dtype) -> None:
     """
     if scale is None:
         return
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) < math.inf:
         raise InputError(f"scale must be None or a finite number, but got {scale!r}.")
     if dtype != torch.float64 and scale != 0 and not MIN_SCALE <= abs(scale) <= MAX_SCALE:
         raise InputError(
@@ -130,3 +130,28 @@ def _check_same(named: dict[str, torch.Tensor], attribute: str, way_out: str) ->
     if len(set(values.values())) > 1:
         listed = ", ".join(f"{name} {value}" for name, value in values.items())
         raise InputError(f"q, k and v must share one {attribute}, but got {listed}. {way_out}")
+
+
+def with_contiguous_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it when its last dimension is strided."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores with a positive scale, which the kernels need: their maximum is that of the unscaled scores."""
+    check_scale(scale, q.dtype)
+    if scale == 0:
+        return torch.zeros_like(q), 1.0
+    return (q, float(scale)) if scale > 0 else (-q, -float(scale))
+
+
+def empty_output(q: Tensor, v: Tensor) -> Tensor:
+    """The uninitialised output of a call: q's memory order where v is as wide as q, else contiguous.
+
+    Kernels write rows that are contiguous; where rows of q overlap, `empty_like` may lay out another dimension last.
+    """
+    if q.shape[-1] == v.shape[-1]:
+        out = torch.empty_like(q)
+        if out.stride(-1) == 1:
+            return out
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))

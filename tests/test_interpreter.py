@@ -146,6 +146,13 @@ def test_every_length(interpreter: Interpreter, seq_q: int, seq_kv: int, causal:
     _assert_right(launch, spec, (Case("length", Problem(1, 2, 1, seq_q, seq_kv)),))
 
 
+@pytest.mark.parametrize("seq_q", [3, 20])
+def test_every_place_of_the_diagonal_in_a_block(interpreter: Interpreter, seq_q: int) -> None:
+    spec = Spec(head_dim=16, head_dim_v=16, dtype="fp32", causal="bottom_right")
+    lengths = tuple(Case(f"{seq_kv} keys", Problem(1, 1, 1, seq_q, seq_kv)) for seq_kv in range(1, 40))
+    _assert_right(interpreter.launcher(spec), spec, lengths)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("causal", "config"), [("none", SMALL), ("bottom_right", SMALL), ("top_left", _config(32, 32))]
@@ -234,11 +241,16 @@ def test_layout_of_one_tensor_changes_no_bit(interpreter: Interpreter, name: str
     assert slack or layout == "heads inside"
 
 
-def test_layouts_may_all_differ(interpreter: Interpreter) -> None:
-    q, k, v = _random(2, 2, 18, 24), _random(2, 2, 21, 24, seed=1), _random(2, 2, 21, 24, seed=2)
-    expected, _ = interpreter.forward(q, k, v)
+@pytest.mark.parametrize("advance", [0, 1])
+@pytest.mark.parametrize("index_bits", [32, 64])
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+def test_layouts_may_all_differ(interpreter: Interpreter, causal: Causal, index_bits: int, advance: int) -> None:
+    q, k, v = _random(2, 2, 37, 24), _random(2, 2, 53, 24, seed=1), _random(2, 2, 53, 24, seed=2)
+    option, config = causal != "none" and causal, _config(16, 16, index_bits, advance)
+    expected, _ = interpreter.forward(q, k, v, causal=option)
     views = [LAYOUTS[layout](t).copy_(t) for layout, t in zip(LAYOUTS, (q, k, v, q), strict=False)]
-    o, _ = interpreter.forward(*views[:3], o=views[3])
+    assert len({view.stride() for view in views}) == 4
+    o, _ = interpreter.forward(*views[:3], causal=option, config=config, o=views[3])
     assert torch.equal(o, expected)
 
 
@@ -266,12 +278,14 @@ def test_batch_elements_are_independent(interpreter: Interpreter) -> None:
     assert not torch.equal(o[0], o[1])
 
 
-def test_output_is_the_same_without_lse(interpreter: Interpreter) -> None:
+# An empty tensor has the null pointer, which is what compiled kernels get for None.
+@pytest.mark.parametrize("lse", [None, torch.empty(0)], ids=["none", "null"])
+def test_output_is_the_same_without_lse(interpreter: Interpreter, lse: Tensor | None) -> None:
     q, k, v = _random(1, 2, 17, 16), _random(1, 2, 20, 16, seed=1), _random(1, 2, 20, 16, seed=2)
     expected, _ = interpreter.forward(q, k, v, causal=True)
     o = torch.full_like(q, torch.nan)
     spec, _ = from_tensors(q, k, v, causal=True)
-    interpreter.launcher(spec)(q, k, v, o, None, 0.25)
+    interpreter.launcher(spec)(q, k, v, o, lse, 0.25)
     assert torch.equal(o, expected)
 
 

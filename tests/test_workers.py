@@ -71,7 +71,7 @@ def test_a_task_that_leaves(workers: Workers) -> None:
     [
         (ValueError("48 is no power of 2"), "ValueError: 48 is no power of 2"),
         (AssertionError(), "AssertionError: no message"),
-        (RuntimeError("first line\nsecond line"), "RuntimeError: first line"),
+        (RuntimeError("first line\nsecond line"), "RuntimeError: first line second line"),
     ],
 )
 def test_a_task_that_raises(workers: Workers, error: Exception, reason: str) -> None:
