@@ -48,6 +48,8 @@ CASES = (
     Case("gqa, strided", Problem(2, 6, 2, 130, 190), strided=True),
     Case("large logits", Problem(1, 2, 2, 128, 256), magnitude=40.0),
     Case("long", Problem(1, 2, 1, 640, 1024)),
+    # An error that compounds once per block of keys shows only over many of them.
+    Case("many keys", Problem(1, 1, 1, 16, 16384), magnitude=4.0),
 )
 # Triton's interpreter takes about a second for 256 x 256.
 SMALL_CASES = (
@@ -140,7 +142,7 @@ def max_error(actual: Tensor, expected: Tensor) -> float:
     """Largest absolute difference; equal infinities differ by 0, and a NaN anywhere makes it infinite."""
     difference = (actual.double() - expected.double()).abs()
     difference = difference.masked_fill(actual.double() == expected.double(), 0.0)
-    return difference.nan_to_num(nan=float("inf")).max().item() if difference.numel() else 0.0
+    return difference.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item() if difference.numel() else 0.0
 
 
 def check(launch: Launch, spec: Spec, device: str, cases: Sequence[Case] = CASES) -> Accuracy | Rejection:
@@ -149,7 +151,7 @@ def check(launch: Launch, spec: Spec, device: str, cases: Sequence[Case] = CASES
     Returns:
         The tightest Accuracy, or a Rejection naming case, error and allowance.
     """
-    tightest = Accuracy(0.0, float("inf"))
+    passed: list[Accuracy] = []
     for case in cases:
         prepared = prepare(spec, case, device)
         first, second = _run(launch, spec, prepared), _run(launch, spec, prepared)
@@ -167,9 +169,8 @@ def check(launch: Launch, spec: Spec, device: str, cases: Sequence[Case] = CASES
                     "wrong numbers",
                     f"{case.name}: {name} is off by {error:.3g}, allowed {allowed:.3g} ({spec.slug}, {sizes})",
                 )
-        if errors[0][1] / errors[0][2] > tightest.max_error / tightest.allowed:
-            tightest = Accuracy(errors[0][1], errors[0][2])
-    return tightest
+        passed.append(Accuracy(errors[0][1], errors[0][2]))
+    return max(passed, key=lambda accuracy: accuracy.max_error / accuracy.allowed)
 
 
 def _run(launch: Launch, spec: Spec, prepared: Prepared) -> tuple[Tensor, Tensor]:

@@ -39,11 +39,16 @@ def export(spec: Spec, problem: Problem, gpu: Gpu, path: Path, family: str | Non
 def write(variant: Variant, path: Path) -> None:
     """Write one variant with an `attention()` function and a self-check; atomically."""
     text = render(variant, standalone=True)
+    target = path.resolve()
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.resolve().parent, prefix=path.name, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            temporary.chmod(0o644)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}. Name a file in a folder that exists.") from error

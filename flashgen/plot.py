@@ -26,7 +26,11 @@ def check_plot_path(path: Path) -> None:
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Draw TFLOP/s over sequence length, one panel per spec, one line per implementation."""
+    """Draw TFLOP/s over sequence length, one panel per spec, one line per implementation.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -50,10 +54,15 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
         axis.set_xlabel("sequence length")
         axis.set_ylabel("TFLOP/s")
         axis.set_ylim(bottom=0)
-        axis.legend()
+        if axis.lines:
+            axis.legend()
     for axis in list(axes.flat)[len(specs) :]:
         axis.set_visible(False)
     figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}. Name another file.") from error
+    finally:
+        pyplot.close(figure)

@@ -72,27 +72,27 @@ def render(variant: Variant, *, interpreter: bool = False, standalone: bool = Fa
     """
     spec = variant.spec
     family = variant.family.name
-    named = {name: getattr(spec, name) for name in sorted(spec.__dataclass_fields__)}
-    context = {
-        "spec": spec,
-        "config": variant.config,
-        "family": family,
-        "title": {"forward": "forward"}[spec.op],
-        "version": VERSION,
-        "template_hash": template_hash(family),
-        "spec_line": ", ".join(f"{name}={value}" for name, value in named.items()),
-        "config_line": ", ".join(f"{name}={value}" for name, value in variant.config.items()),
-        "config_literal": _literal(kernel_options(variant.config)),
-        "interpreter": interpreter,
-        "standalone": standalone,
-        "torch_dtype": str(TORCH_DTYPES[spec.dtype]),
-        # What the products round to: the dtype itself, or TF32's ten bits of mantissa, which are fp16's.
-        "rounding_dtype": "torch.float16" if spec.precision == "tf32" else str(TORCH_DTYPES[spec.dtype]),
-        "causal_words": {"none": "", "bottom_right": ", causal (bottom-right)", "top_left": ", causal (top-left)"}[
-            spec.causal
-        ],
-    }
     try:
+        named = {name: getattr(spec, name) for name in sorted(spec.__dataclass_fields__)}
+        context = {
+            "spec": spec,
+            "config": variant.config,
+            "family": family,
+            "title": {"forward": "forward"}[spec.op],
+            "version": VERSION,
+            "template_hash": template_hash(family),
+            "spec_line": ", ".join(f"{name}={value}" for name, value in named.items()),
+            "config_line": ", ".join(f"{name}={value}" for name, value in variant.config.items()),
+            "config_literal": _literal(kernel_options(variant.config)),
+            "interpreter": interpreter,
+            "standalone": standalone,
+            "torch_dtype": str(TORCH_DTYPES[spec.dtype]),
+            # What the products round to: the dtype itself, or TF32's ten bits of mantissa, which are fp16's.
+            "rounding_dtype": "torch.float16" if spec.precision == "tf32" else str(TORCH_DTYPES[spec.dtype]),
+            "causal_words": {"none": "", "bottom_right": ", causal (bottom-right)", "top_left": ", causal (top-left)"}[
+                spec.causal
+            ],
+        }
         text = _environment().get_template(f"{family}.py.jinja").render(context)
         if standalone:
             text += "\n\n" + _environment().get_template("lib/standalone.py.jinja").render(context)

@@ -40,12 +40,13 @@ def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
     q = block_q * spec.block_d * element
     kv = block_kv * (spec.block_d + spec.block_dv) * element
     p = block_q * block_kv * element
-    if spec.dtype == "fp32" or gpu.backend == "hip" or gpu.sm < 80:
-        # Products without tensor cores and machines without cp.async: only compiling tells.
+    if gpu.backend == "hip" or _plain_products(spec, gpu):
+        # Without tensor cores or without cp.async only compiling tells.
         return 0, q + stages * kv + block_q * (block_kv + 1) * 4
     if _uses_wgmma(config, gpu):
         low = q + (stages * kv if stages > 1 else kv // 2)
-        return low, low + (p if stages == 1 else 0)
+        barriers = 1024 if gpu.sm >= 100 else 0  # Blackwell's, with the address of tensor memory: at most 700 seen
+        return low, low + barriers + (p if stages == 1 else 0)
     if stages > 1:
         low = q + (stages - 1) * kv
         return low, low + (p if block_q < 128 else 0)
@@ -67,10 +68,15 @@ def _capability_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     return None
 
 
+def _plain_products(spec: Spec, gpu: Gpu) -> bool:
+    """Products without tensor cores: fp32, and everything on Turing, for which Triton emits plain multiply-adds."""
+    return spec.dtype == "fp32" or (gpu.backend == "cuda" and gpu.sm < 80)
+
+
 def _fits(spec: Spec, gpu: Gpu, block_q: int, block_kv: int, num_stages: int) -> bool:
     """Whether a tile is sure to find shared memory, so that smaller ones have nothing to offer."""
     config = Config(block_q=block_q, block_kv=block_kv, num_warps=4, num_stages=num_stages)
-    return spec.dtype != "fp32" and shared_memory(spec, config, gpu)[1] <= gpu.shared_per_block
+    return not _plain_products(spec, gpu) and shared_memory(spec, config, gpu)[1] <= gpu.shared_per_block
 
 
 def _stages_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
@@ -115,14 +121,22 @@ def _warps_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
 # (block_q, block_kv, num_warps, num_stages), best first: what won on an H200 for narrow and for wide heads.
 _NARROW_TILES = ((128, 64, 4, 3),)
 _TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))
-# For fp32, whose products run without tensor cores, and where little shared memory is left. The last fits anywhere.
-_SMALL_TILES = ((32, 32, 4, 2), (16, 16, 2, 2), (16, 16, 2, 1))
+# Where little shared memory is left.
+_SMALL_TILES = ((32, 32, 4, 2), (16, 32, 4, 2), (16, 32, 2, 1), (16, 16, 4, 2), (16, 16, 2, 1))
+
+
+def _tiles(spec: Spec, gpu: Gpu) -> tuple[tuple[int, int, int, int], ...]:
+    if _plain_products(spec, gpu):
+        # Operands live in registers too: the first of these that did not spill for sm_75 and for fp32.
+        width = spec.block_d + spec.block_dv
+        return _SMALL_TILES[0 if width <= 128 else 1 if width <= 384 else 3 :]
+    narrow = _NARROW_TILES if max(spec.block_d, spec.block_dv) <= 64 else ()
+    return (*narrow, *_TILES, *_SMALL_TILES)
 
 
 def default(spec: Spec, gpu: Gpu) -> Config:
     """The largest of a few well-known tiles that obeys the rules and is sure to fit into shared memory."""
-    narrow = _NARROW_TILES if max(spec.block_d, spec.block_dv) <= 64 else ()
-    for tile in _SMALL_TILES if spec.dtype == "fp32" else (*narrow, *_TILES, *_SMALL_TILES):
+    for tile in _tiles(spec, gpu):
         config = Config(**dict(zip(CHOICES, (*tile, 32, 0), strict=True)))
         fits = shared_memory(spec, config, gpu)[1] <= gpu.shared_per_block
         if fits and all(rule.broken(spec, config, gpu) is None for rule in RULES):

@@ -125,6 +125,14 @@ class TestClosedForms:
         o, _ = run(family, q, k, torch.ones_like(k), scale=0.125)
         assert max_error(o, torch.ones_like(o)) <= 2**-8
 
+    def test_equal_scores_over_many_keys(self, family: Family) -> None:
+        """The mean of v: whatever rescaling leaves behind when the maximum stays would compound over 16,384 keys."""
+        k = torch.full((1, 1, 16384, 64), 683.0, device="cuda", dtype=torch.bfloat16)
+        v = torch.linspace(-1, 1, 16384, device="cuda", dtype=torch.bfloat16)[None, None, :, None].expand(k.shape)
+        o, lse = run(family, k[:, :, :16], k, v.contiguous(), scale=0.125)
+        assert o.abs().max() < 5e-3
+        assert lse.isfinite().all()
+
     def test_huge_logits(self, family: Family) -> None:
         q = torch.full((1, 1, 1, 64), 133120.0, device="cuda", dtype=torch.bfloat16)
         o, lse = run(family, q, q, q)
