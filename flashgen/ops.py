@@ -42,4 +42,5 @@ def _(
     batch, first, second = q.shape[:3]
     heads, seq_q = (first, second) if layout == "bhsd" else (second, first)
     lse_shape = (batch, heads, seq_q) if return_lse else (0,)
-    return empty_output(q, v), q.new_empty(lse_shape, dtype=torch.float32)
+    lse_dtype = torch.float64 if return_lse and q.dtype == torch.float64 else torch.float32
+    return empty_output(q, v), q.new_empty(lse_shape, dtype=lse_dtype)

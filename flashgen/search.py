@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import json
 import random
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +24,22 @@ from flashgen.spec import Spec
 _PATIENCE = 50
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C in here takes effect at the end: Optuna fails for good when interrupted with its journal locked."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupts: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if interrupts:
+        raise KeyboardInterrupt
 
 
 class Search:
@@ -76,6 +94,7 @@ class Search:
         self._random.shuffle(rest)
         return iter(dict.fromkeys([*(config for config in first if config in self._usable), *rest]))
 
+    @_uninterrupted()
     def ask(self) -> Config | None:
         """The next config to try, or None when the trials or the space are used up."""
         if self._left <= 0 or len(self._trials) + len(self.remembered) >= len(self.space.usable):
@@ -118,6 +137,7 @@ class Search:
         values = {name: trial.suggest_categorical(name, list(choices)) for name, choices in self._choices.items()}
         return Config(**{name: int(str(value)) for name, value in values.items()}), trial
 
+    @_uninterrupted()
     def tell(self, config: Config, value: float | None, outcome: Mapping[str, object] | None) -> None:
         """Record a result.
 
@@ -134,6 +154,7 @@ class Search:
         else:
             self._study.tell(trial, value)
 
+    @_uninterrupted()
     def abandon(self) -> None:
         """Close the trials that were handed out and never told, as after Ctrl-C."""
         for trial in self._trials.values():
@@ -175,6 +196,8 @@ def open_journal(gpu_name: str) -> Iterator[Path | None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
+        # Optuna's own lock, left by a process that was killed: nobody else can hold it now, and it would cost 30 s.
+        Path(f"{path}.lock").unlink(missing_ok=True)
     except (Timeout, OSError):
         yield None
         return

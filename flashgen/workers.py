@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -55,6 +58,8 @@ class Workers:
         # forkserver: torch is imported once, no thread or CUDA context of this process is inherited.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([preload])
+        with _ctrl_c_ignored():
+            multiprocessing.forkserver.ensure_running()
         self.count = count
         self._folder = tempfile.TemporaryDirectory(prefix="flashgen-workers-")
         self._pool = self._new_pool()
@@ -123,6 +128,23 @@ def _summary(text: str) -> str:
     return f": {chosen[0][:300]}" if chosen else ""
 
 
+@contextlib.contextmanager
+def _ctrl_c_ignored() -> Iterator[None]:
+    """What is started here ignores Ctrl-C from its first instruction on; later it would print a traceback."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _end_group(*_: object) -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
 def _start_worker(folder: str, path: list[str]) -> None:
     sys.path[:] = path
     descriptor = os.open(os.path.join(folder, f"{os.getpid()}.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -132,6 +154,8 @@ def _start_worker(folder: str, path: list[str]) -> None:
     os.close(descriptor)
     # The terminal's Ctrl-C is for the parent: it would kill compilers in the middle.
     os.setpgid(0, 0)
+    # Whoever stops a worker stops what it has started, too: a hung ptxas would keep its core for hours.
+    signal.signal(signal.SIGTERM, _end_group)
 
 
 def _guarded(function: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, object]) -> R | Failure:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def double(number: int) -> int:
@@ -18,6 +20,12 @@ def double_slowly(number: int) -> int:
 
 def hang() -> None:
     time.sleep(3600)
+
+
+def hang_in_a_child(path: Path) -> None:
+    """As a compiler that waits for its assembler; the child's number stands in the file."""
+    with subprocess.Popen(["sleep", "3600"]) as child:
+        path.write_text(str(child.pid))
 
 
 def abort() -> None:

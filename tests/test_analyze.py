@@ -256,7 +256,7 @@ def test_budget_of_a100_by_hand():
     assert (square.shared_low, square.shared_high) == (49152, 57344)
     assert square.shared_share == 57344 / 166912
     assert {blocks for blocks, row in rows.items() if row.refused is None} == set(
-        itertools.product((64, 128), (32, 64, 128))
+        itertools.product((64, 128, 256), (32, 64, 128))
     )
     assert {row.config["num_warps"] for row in rows.values() if row.config["block_q"] < 128} == {4}
     assert {row.config["num_warps"] for row in rows.values() if row.config["block_q"] == 128} == {8}

@@ -215,15 +215,23 @@ def test_abandoned_trials_are_closed_and_asked_again(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time_has_the_journal() -> None:
-    with open_journal("h200", resume=True) as journal:
+    with open_journal("h200") as journal:
         assert journal is not None and journal.parent.is_dir()
-        with open_journal("h200", resume=True) as taken, open_journal("a100", resume=True) as other:
+        with open_journal("h200") as taken, open_journal("a100") as other:
             assert taken is None
             assert other is not None and other != journal
-    with open_journal("h200", resume=True) as again:
+    with open_journal("h200") as again:
         assert again == journal
-    with open_journal("h200", resume=False) as unwanted:
-        assert unwanted is None
+
+
+def test_optunas_lock_of_a_killed_process_holds_nobody_up() -> None:
+    with open_journal("h200") as journal:
+        assert journal is not None
+        replay.run(replay.search(journal), replay.values(replay.SLUG), most=1)
+    stale = Path(f"{journal}.lock")
+    stale.symlink_to(journal)
+    with open_journal("h200") as again:
+        assert again == journal and not stale.is_symlink()
 
 
 def test_the_real_family_is_searched_by_its_own_rules() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections import Counter
@@ -235,6 +236,28 @@ def test_an_interrupted_search_keeps_what_it_has(
     assert not later.interrupted and len(_noted(log)) == 8 - len(found)
     assert _order(later)[: len(found)] == found and len(set(_order(later))) == 8
     assert {candidate.variant.config for candidate in later.rankings[0].best} == set(_order(later))
+
+
+def test_ctrl_c_while_the_journal_is_unlocked(compilers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst moment: Optuna removes its lock file again when interrupted right after removing it."""
+    monkeypatch.setattr(tune_module, "compile_resources", tune_tasks.compile_at_once)
+    unlink, done, interrupts = os.unlink, 0, 0
+
+    def unlink_and_interrupt(path: str, **options: int) -> None:
+        nonlocal interrupts
+        unlink(path, **options)
+        if done >= 2 and not interrupts and str(path).endswith(".rename"):
+            interrupts += 1
+            signal.raise_signal(signal.SIGINT)
+
+    def observe(progress: Progress) -> None:
+        nonlocal done
+        done = progress.done
+
+    monkeypatch.setattr(os, "unlink", unlink_and_interrupt)
+    outcome = tune(_request(_family(num_stages=(1, 2, 3, 4), advance=(0, 1))), compilers, None, observe)
+    assert interrupts == 1 and outcome.interrupted
+    assert len(outcome.candidates) == done >= 2 and len(outcome.entries(None)) == 2
 
 
 def test_what_is_remembered_and_for_what(compilers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
@@ -49,6 +50,16 @@ def test_a_task_that_hangs(workers: Workers) -> None:
     assert failure.kind == "timeout" and failure.fatal
     assert failure.reason == "did not finish within 1 s"
     assert _works(workers)
+
+
+def test_a_task_that_hangs_in_a_child(workers: Workers, tmp_path: Path) -> None:
+    failure = _fails(workers, failing_tasks.hang_in_a_child, tmp_path / "pid", timeout=2)
+    assert failure.kind == "timeout"
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
+    until = time.monotonic() + PATIENCE
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < until, "the child outlives its worker"
+        time.sleep(0.05)
 
 
 def test_a_task_that_aborts(workers: Workers) -> None:
