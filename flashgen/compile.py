@@ -83,6 +83,7 @@ def compile_kernel(
     variant: Variant,
     gpu: Gpu,
     *,
+    kernel: str = "kernel",
     options: Mapping[str, int] | None = None,
     aligned: bool = True,
 ) -> CompiledKernel:
@@ -91,6 +92,7 @@ def compile_kernel(
     Args:
         variant: what to compile.
         gpu: the target.
+        kernel: which one, where the generated file has several.
         options: what the generated file's `plan` returned for one call; default: its CONFIG.
         aligned: every row of every tensor starts on a 16-byte boundary, so loads may be 16 bytes wide.
 
@@ -102,9 +104,13 @@ def compile_kernel(
 
     target = GPUTarget("cuda", gpu.sm, 32) if gpu.backend == "cuda" else GPUTarget("hip", gpu.arch, 64)
     options = kernel_options(variant.config) if options is None else options
-    source = _source(module_of(variant).kernel, variant.spec, options, aligned=aligned)
+    source = _source(getattr(module_of(variant), kernel), variant.spec, options, aligned=aligned)
     launch = {name: options[name] for name in ("num_warps", "num_stages")}
     return triton.compile(source, target=target, options={**launch, "enable_fp_fusion": True})
+
+
+# Pointers to contiguous fp32, whatever the spec's dtype; all but the last are allocated by us, thus aligned.
+STATISTICS = ("LSE", "DELTA", "DLSE")
 
 
 def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: bool) -> Any:
@@ -128,8 +134,8 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
             if aligned and name.startswith("stride_"):
                 attributes[(index,)] = [["tt.divisibility", 16 // spec.element_bytes]]
         else:
-            signature[name] = "*fp32" if name == "LSE" else f"*{spec.dtype}"
-            if aligned or name == "LSE":
+            signature[name] = "*fp32" if name in STATISTICS else f"*{spec.dtype}"
+            if aligned or name in STATISTICS[:2]:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, constants, attributes)
 

@@ -1,4 +1,4 @@
-"""Attention in plain torch, forward: the truth that kernels are checked against, and what CPU tensors run on.
+"""Attention in plain torch, forward and backward: the truth for kernels, and what CPU tensors run on.
 
 Imports nothing of ours. Shapes: q [batch, heads, seq_q, head_dim], k [batch, kv_heads, seq_kv, head_dim],
 v [batch, kv_heads, seq_kv, head_dim_v]; heads is a multiple of kv_heads, query head h reads key head
@@ -92,8 +92,58 @@ def tiled_attention(
     return o.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
 
+def tiled_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    causal: str = "none",
+    scale: float | None = None,
+    block_kv: int = 512,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of attention, block by block: P is recomputed from the log-sum-exp, never stored.
+
+    FlashAttention-2 (Dao 2023), algorithm 2. delta, the sum of dO * O over a row, takes all keys: that of one block is
+    another number. The log-sum-exp is differentiable: its gradient enters delta.
+
+    Args:
+        o, lse: what the forward returned.
+        do: gradient of o.
+        dlse: gradient of lse; None is zero.
+
+    Returns:
+        dq, dk and dv, shaped and typed as q, k and v; sums, those over a group's heads included, are fp32, or fp64 for
+        fp64 inputs. A row that sees no key has dq 0 and adds nothing to dk and dv.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    queries, do, o = _grouped(q, k).to(wide), _grouped(do, k).to(wide), _grouped(o, k).to(wide)
+    delta = (do * o).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - _grouped(dlse[..., None], k)
+    lse = _grouped(lse[..., None], k)
+    dq = torch.zeros_like(queries)
+    dk = torch.zeros(k.shape, dtype=wide, device=k.device)
+    dv = torch.zeros(v.shape, dtype=wide, device=v.device)
+    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device)
+    for start in range(0, k.shape[2], block_kv):
+        block = slice(start, start + block_kv)
+        keys, values = k[:, :, None, block].to(wide), v[:, :, None, block].to(wide)
+        hidden = ~seen[:, block]
+        p = torch.exp(queries @ keys.transpose(-1, -2) * scale - lse).masked_fill(hidden, 0.0)
+        ds = (p * (do @ values.transpose(-1, -2) - delta)).masked_fill(hidden, 0.0)
+        dv[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", p, do)
+        dk[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", ds, queries) * scale
+        dq += ds @ keys * scale
+    return dq.to(q.dtype).reshape(q.shape), dk.to(k.dtype), dv.to(v.dtype)
+
+
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """q as [batch, kv_heads, group, seq_q, head_dim], so that keys broadcast over their group without a copy."""
+    """q, or what has its rows, as [batch, kv_heads, group, seq_q, head_dim]: keys broadcast over it without a copy."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads = k.shape[1]
     return q.reshape(batch, kv_heads, heads // max(kv_heads, 1), seq_q, head_dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import textwrap
 from collections.abc import Mapping
 
 import jinja2
@@ -15,8 +16,10 @@ from flashgen.paths import data_dir
 from flashgen.spec import TORCH_DTYPES
 from flashgen.version import VERSION
 
-# Config names reach Triton as constexpr parameters in capitals, these as launch options.
+# Config names reach Triton as constexpr parameters in capitals, these, of one kernel or of several, as launch options.
 LAUNCH_OPTIONS = ("num_warps", "num_stages")
+# Of generated files.
+MAX_LINE = 120
 
 
 @functools.cache
@@ -33,7 +36,7 @@ def _environment() -> jinja2.Environment:
 
 def kernel_options(config: Mapping[str, int]) -> dict[str, int]:
     """The CONFIG line of a generated file: `{"BLOCK_Q": 128, ..., "num_warps": 8}`."""
-    return {name if name in LAUNCH_OPTIONS else name.upper(): value for name, value in config.items()}
+    return {name if name.endswith(LAUNCH_OPTIONS) else name.upper(): value for name, value in config.items()}
 
 
 @functools.cache
@@ -78,11 +81,11 @@ def render(variant: Variant, *, interpreter: bool = False, standalone: bool = Fa
             "spec": spec,
             "config": variant.config,
             "family": family,
-            "title": {"forward": "forward"}[spec.op],
+            "title": spec.op,
             "version": VERSION,
             "template_hash": template_hash(family),
             "spec_line": ", ".join(f"{name}={value}" for name, value in named.items()),
-            "config_line": ", ".join(f"{name}={value}" for name, value in variant.config.items()),
+            "config_line": _wrapped(", ".join(f"{name}={value}" for name, value in variant.config.items())),
             "config_literal": _literal(kernel_options(variant.config)),
             "interpreter": interpreter,
             "standalone": standalone,
@@ -101,5 +104,14 @@ def render(variant: Variant, *, interpreter: bool = False, standalone: bool = Fa
     return text
 
 
+def _wrapped(text: str) -> str:
+    """A line of the header, continued under itself."""
+    margin = " " * len("config: ")
+    return textwrap.fill(text, MAX_LINE - len(margin), subsequent_indent=margin)
+
+
 def _literal(options: Mapping[str, int]) -> str:
-    return "{" + ", ".join(f'"{name}": {value!r}' for name, value in options.items()) + "}"
+    """A dict, formatted as ruff does: on one line where it fits behind `CONFIG = `."""
+    items = [f'"{name}": {value!r}' for name, value in options.items()]
+    line = "{" + ", ".join(items) + "}"
+    return line if len(line) <= MAX_LINE - len("CONFIG = ") else "{\n    " + ",\n    ".join(items) + ",\n}"

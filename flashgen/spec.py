@@ -10,7 +10,7 @@ import torch
 
 from flashgen.errors import InputError, did_you_mean
 
-Op = Literal["forward"]
+Op = Literal["forward", "backward"]
 DType = Literal["fp16", "bf16", "fp32"]
 Causal = Literal["none", "bottom_right", "top_left"]
 Precision = Literal["ieee", "tf32"]
@@ -34,7 +34,7 @@ class Spec:
     """What a kernel computes. Every field changes the answer, so every field is part of a variant's identity.
 
     Attributes:
-        op: `"forward"`: O = softmax(Q K^T * scale) V and LSE.
+        op: `"forward"`: O = softmax(Q K^T * scale) V and LSE; `"backward"`: dQ, dK and dV of it.
         head_dim: true, unpadded width of q and k, 1 to 256.
         head_dim_v: true width of v and of the output, 1 to 256.
         dtype: element type of q, k, v and the output.

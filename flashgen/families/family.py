@@ -67,6 +67,14 @@ class Variant:
             "num_stages": "s",
             "index_bits": "i",
             "advance": "a",
+            "dkdv_block_q": "dkdv_q",
+            "dkdv_block_kv": "kv",
+            "dkdv_num_warps": "w",
+            "dkdv_num_stages": "s",
+            "dq_block_q": "dq_q",
+            "dq_block_kv": "kv",
+            "dq_num_warps": "w",
+            "dq_num_stages": "s",
         }
         numbers = "_".join(f"{short.get(name, name)}{value}" for name, value in self.config.items())
         return f"{self.family.name}_{self.spec.slug}_{numbers}"

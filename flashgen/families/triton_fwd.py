@@ -21,10 +21,10 @@ CHOICES = {
 
 def _uses_wgmma(config: Config, gpu: Gpu) -> bool:
     """Hopper's and Blackwell's matrix instructions need 64 rows and a whole warpgroup."""
-    return _has_warpgroups(gpu) and config["block_q"] >= 64 and config["num_warps"] >= 4
+    return has_warpgroups(gpu) and config["block_q"] >= 64 and config["num_warps"] >= 4
 
 
-def _has_warpgroups(gpu: Gpu) -> bool:
+def has_warpgroups(gpu: Gpu) -> bool:
     return gpu.backend == "cuda" and (gpu.sm == 90 or 100 <= gpu.sm < 120)
 
 
@@ -60,7 +60,7 @@ def _shared_memory_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     return None
 
 
-def _capability_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+def capability_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     if gpu.backend == "cuda" and gpu.sm < 75:
         return f"{gpu.name} has capability {gpu.arch}; Triton supports sm_75 and newer"
     if gpu.backend == "cuda" and gpu.sm < 80 and spec.dtype == "bf16":
@@ -113,7 +113,7 @@ def _warps_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     warps = config["num_warps"]
     if warps * 16 > max(config["block_q"], 64):
         return f"num_warps={warps} exceeds the {config['block_q']} rows of block_q / 16"
-    if warps < 4 and _has_warpgroups(gpu) and config["block_q"] >= 64:
+    if warps < 4 and has_warpgroups(gpu) and config["block_q"] >= 64:
         return f"num_warps={warps} is less than a warpgroup, which {gpu.arch}'s matrix instructions need"
     return None
 
@@ -145,7 +145,7 @@ def default(spec: Spec, gpu: Gpu) -> Config:
 
 
 RULES = (
-    Rule("capability", _capability_rule),
+    Rule("capability", capability_rule),
     Rule("stages", _stages_rule),
     Rule("warps", _warps_rule),
     Rule("small tile", _tile_rule),
