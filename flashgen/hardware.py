@@ -192,7 +192,12 @@ def identify(
             return gpu
     nearest = min(
         same_chip or [gpu for gpu in KNOWN_GPUS.values() if gpu.backend == backend],
-        key=lambda gpu: (abs(gpu.sm - capability[0] * 10 - capability[1]), abs(gpu.num_sms - num_sms), -gpu.dram_gbs),
+        key=lambda gpu: (
+            abs(gpu.sm - capability[0] * 10 - capability[1]),
+            # A slice carries the whole product's name; of several the longest, h100-pcie before h100.
+            -len(gpu.name) if _normalised(gpu.name) in _normalised(label) else 0,
+            -gpu.num_sms,
+        ),
     )
     share = num_sms / nearest.num_sms
     prefix = "sm" if backend == "cuda" else "gfx"
