@@ -71,14 +71,11 @@ def tiled_attention(
     row_max = torch.full(grouped.shape[:-1], -math.inf, dtype=wide, device=q.device)
     row_sum = torch.zeros_like(row_max)
     acc = torch.zeros(*grouped.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
-    seq_q, seq_kv = q.shape[2], k.shape[2]
+    seq_kv = k.shape[2]
     for start in range(0, seq_kv, block_kv):
         keys = slice(start, start + block_kv)
         scores = grouped @ k[:, :, None, keys].to(wide).transpose(-1, -2)
-        if causal != "none":
-            diagonal = (seq_kv - seq_q if causal == "bottom_right" else 0) - start
-            seen = torch.ones(seq_q, scores.shape[-1], dtype=torch.bool, device=q.device).tril(diagonal)
-            scores = scores.masked_fill(~seen, -math.inf)
+        scores = scores.masked_fill(_hidden(scores, seq_kv, start, causal), -math.inf)
         new_max = torch.maximum(row_max, scores.amax(-1))
         safe_max = new_max.masked_fill(new_max == -math.inf, 0.0)
         p = torch.exp(scores - safe_max[..., None])
@@ -129,17 +126,26 @@ def tiled_backward(
     dq = torch.zeros_like(queries)
     dk = torch.zeros(k.shape, dtype=wide, device=k.device)
     dv = torch.zeros(v.shape, dtype=wide, device=v.device)
-    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device)
     for start in range(0, k.shape[2], block_kv):
         block = slice(start, start + block_kv)
         keys, values = k[:, :, None, block].to(wide), v[:, :, None, block].to(wide)
-        hidden = ~seen[:, block]
-        p = torch.exp(queries @ keys.transpose(-1, -2) * scale - lse).masked_fill(hidden, 0.0)
+        scores = queries @ keys.transpose(-1, -2) * scale
+        hidden = _hidden(scores, k.shape[2], start, causal)
+        p = torch.exp(scores - lse).masked_fill(hidden, 0.0)
         ds = (p * (do @ values.transpose(-1, -2) - delta)).masked_fill(hidden, 0.0)
         dv[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", p, do)
         dk[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", ds, queries) * scale
         dq += ds @ keys * scale
     return dq.to(q.dtype).reshape(q.shape), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _hidden(scores: Tensor, seq_kv: int, start: int, causal: str) -> Tensor:
+    """Which scores of one block of keys, from `start` on, the mask hides: bool, the last two dimensions of scores."""
+    seq_q, block_kv = scores.shape[-2:]
+    if causal == "none":
+        return torch.zeros((), dtype=torch.bool, device=scores.device)
+    diagonal = (seq_kv - seq_q if causal == "bottom_right" else 0) - start
+    return ~torch.ones(seq_q, block_kv, dtype=torch.bool, device=scores.device).tril(diagonal)
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:

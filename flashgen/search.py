@@ -67,7 +67,6 @@ class Search:
         self._random = random.Random(seed)
         self._usable = set(self.space.usable)
         self._trials: dict[Config, optuna.trial.Trial] = {}
-        self._refused = dict(self.space.rejected)
         self._study = optuna.create_study(
             storage=_storage(journal),
             study_name=_study_name(name, family, spec),
