@@ -76,5 +76,10 @@ def inputs(spec: Spec, problem: Problem, device: str, seed: int = 0) -> tuple[to
 
 
 def flops(spec: Spec, problem: Problem) -> float:
-    """Floating-point operations of the two products, masked pairs not counted."""
-    return 2.0 * problem.visible_pairs(spec.causal) * (spec.head_dim + spec.head_dim_v)
+    """Floating-point operations of the products, masked pairs not counted.
+
+    Of a backward those of the five that the math needs; recomputing some more often is no merit.
+    """
+    d, dv = spec.head_dim, spec.head_dim_v
+    width = d + dv if spec.op == "forward" else 3 * d + 2 * dv
+    return 2.0 * problem.visible_pairs(spec.causal) * width

@@ -31,7 +31,7 @@ class Candidate:
     """A variant that compiles, with what is known of it; times are per problem, in microseconds."""
 
     variant: Variant
-    resources: Resources
+    resources: tuple[Resources, ...]
     predicted: tuple[float, ...]
     accuracy: Accuracy | None = None
     times: tuple[Measurement, ...] | None = None
@@ -43,7 +43,12 @@ class Candidate:
     @property
     def weight(self) -> tuple[int, int, int]:
         """What a tie is decided by: less shared memory, fewer warps, fewer registers."""
-        return self.resources.shared, self.variant.config["num_warps"], self.resources.registers
+        config = self.variant.config
+        return (
+            max(used.shared for used in self.resources),
+            sum(config[name] for name in config if name.endswith("num_warps")),
+            max(used.registers for used in self.resources),
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def from_plain(variant: Variant, plain: Mapping[str, Any]) -> Candidate | Reject
     times = plain["times"]
     return Candidate(
         variant=variant,
-        resources=Resources(**plain["resources"]),
+        resources=tuple(Resources(**used) for used in plain["resources"]),
         predicted=tuple(plain["predicted"]),
         accuracy=Accuracy(**plain["accuracy"]) if plain["accuracy"] is not None else None,
         times=tuple(Measurement(**time) for time in times) if times is not None else None,

@@ -9,56 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashgen.cases import CASES, Case, strided_like, tensors
 from flashgen.reference import plain_attention
 from flashgen.space import Rejection
-from flashgen.spec import TORCH_DTYPES, Problem, Spec
+from flashgen.spec import Spec
 
-Launch = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", float], None]
+# Takes flashgen.launch.ARGUMENTS of the spec's op, without the workspace.
+Launch = Callable[..., None]
 
 # The accept rule: error <= factor * (error of plain attention in the inputs' dtype) + floor.
 FORWARD_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
 FLOOR = 1e-5
 # LSE is fp32 whatever the inputs are, so plain attention in fp32 is its yardstick; 2**-21 is four units in the last
 # place, for log-sum-exps of 1e5 and more, where fp32 itself is coarser than the floor.
 LSE_RELATIVE = 2.0**-21
-
-
-@dataclass(frozen=True)
-class Case:
-    """One input on which kernels have broken.
-
-    Attributes:
-        name: what it is about.
-        problem: its sizes.
-        magnitude: standard deviation of q; scores grow with it.
-        strided: q, k, v and o are each a view of another memory order with NaN in the gaps.
-    """
-
-    name: str
-    problem: Problem
-    magnitude: float = 1.0
-    strided: bool = False
-
-
-# Lengths around 64 and 128 leave a tail in every block size; seq_q > seq_kv has rows that see nothing when causal.
-CASES = (
-    Case("tail", Problem(2, 2, 2, 113, 241)),
-    Case("one row", Problem(2, 4, 2, 1, 129)),
-    Case("empty rows", Problem(1, 3, 1, 200, 77)),
-    Case("gqa, strided", Problem(2, 6, 2, 130, 190), strided=True),
-    Case("large logits", Problem(1, 2, 2, 128, 256), magnitude=40.0),
-    Case("long", Problem(1, 2, 1, 640, 1024)),
-    # An error that compounds once per block of keys shows only over many of them.
-    Case("many keys", Problem(1, 1, 1, 16, 16384), magnitude=4.0),
-)
-# Triton's interpreter takes about a second for 256 x 256.
-SMALL_CASES = (
-    Case("tail", Problem(1, 2, 2, 33, 49)),
-    Case("one row", Problem(1, 2, 1, 1, 35)),
-    Case("empty rows", Problem(1, 1, 1, 40, 17)),
-    Case("gqa, strided", Problem(2, 3, 1, 19, 37), strided=True),
-    Case("large logits", Problem(1, 1, 1, 32, 48), magnitude=40.0),
-)
 
 
 @dataclass(frozen=True)
@@ -70,72 +35,95 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
+class Expected:
+    """One result of a kernel: its true value, in float64, and how far a kernel may be off."""
+
+    name: str
+    value: Tensor
+    allowed: float
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """One case's tensors, reference and allowance; made once, used by every candidate."""
+    """One case's inputs and expected results; made once, used by every candidate.
+
+    Attributes:
+        inputs: q, k, v; of a backward also o, lse, dO and dLSE.
+        expected: o and lse, or dq, dk and dv.
+    """
 
     case: Case
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    lse: Tensor
-    allowed_o: float
-    allowed_lse: float
-
-
-def tensors(spec: Spec, case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a case: fresh random values, [batch, heads, seq, head_dim], views of poisoned memory if strided."""
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    sizes = case.problem
-    dtype = TORCH_DTYPES[spec.dtype]
-
-    def draw(heads: int, seq: int, width: int, order: tuple[int, ...], magnitude: float = 1.0) -> Tensor:
-        values = torch.randn(sizes.batch, heads, seq, width, generator=generator) * magnitude
-        values = values.to(device, dtype)
-        return strided_like(values, order) if case.strided else values
-
-    # Each tensor has a memory order of its own: equal layouts hide swapped strides.
-    q = draw(sizes.heads, sizes.seq_q, spec.head_dim, (0, 2, 1, 3), case.magnitude)
-    k = draw(sizes.kv_heads, sizes.seq_kv, spec.head_dim, (2, 0, 1, 3))
-    v = draw(sizes.kv_heads, sizes.seq_kv, spec.head_dim_v, (1, 0, 2, 3))
-    return q, k, v
-
-
-def strided_like(values: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The same values as a view whose memory has the dimensions in `order`, with NaN between and after them."""
-    shape = [values.shape[axis] for axis in order]
-    shape[2] += 3
-    shape[3] += 16
-    buffer = torch.full(shape, torch.nan, dtype=values.dtype, device=values.device)
-    back = [order.index(axis) for axis in range(4)]
-    view = buffer.permute(back)[tuple(slice(0, n) for n in values.shape)]
-    view.copy_(values)
-    return view
+    inputs: tuple[Tensor, ...]
+    expected: tuple[Expected, ...]
 
 
 @functools.lru_cache(maxsize=64)
 def prepare(spec: Spec, case: Case, device: str) -> Prepared:
-    """Tensors, float64 reference and allowance of one case."""
+    """Inputs, float64 reference and allowances of one case."""
+    return _prepare_forward(spec, case, device) if spec.op == "forward" else _prepare_backward(spec, case, device)
+
+
+def _prepare_forward(spec: Spec, case: Case, device: str) -> Prepared:
     q, k, v = tensors(spec, case, device)
-    wide = [tensor.double() for tensor in (q, k, v)]
-    o, lse = plain_attention(*wide, causal=spec.causal)
+    o, lse = plain_attention(q.double(), k.double(), v.double(), causal=spec.causal)
     plain_o, plain_lse = plain_attention(q, k, v, causal=spec.causal, rounding=_rounding(spec))
     if spec.dtype != "fp32":
         _, plain_lse = plain_attention(q.float(), k.float(), v.float(), causal=spec.causal)
     finite = lse.isfinite()
     largest = lse[finite].abs().max().item() if finite.any() else 0.0
-    return Prepared(
-        case, q, k, v, o, lse,
-        allowed_o=FORWARD_FACTOR * max_error(plain_o, o) + FLOOR,
-        allowed_lse=FORWARD_FACTOR * max_error(plain_lse, lse) + FLOOR + LSE_RELATIVE * largest,
-    )  # fmt: skip
+    expected = (
+        Expected("output", o, FORWARD_FACTOR * max_error(plain_o, o) + FLOOR),
+        Expected("lse", lse, FORWARD_FACTOR * max_error(plain_lse, lse) + FLOOR + LSE_RELATIVE * largest),
+    )
+    return Prepared(case, (q, k, v), expected)
+
+
+def _prepare_backward(spec: Spec, case: Case, device: str) -> Prepared:
+    q, k, v = tensors(spec, case, device)
+    wide_o, wide_lse = plain_attention(q.double(), k.double(), v.double(), causal=spec.causal)
+    # As wide as the output; another seed than that of q, k and v, and a gradient for the log-sum-exp too.
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    do = torch.randn(wide_o.shape, generator=generator).to(device, q.dtype)
+    dlse = torch.randn(wide_lse.shape, generator=generator).to(device)
+    o = wide_o.to(q.dtype)
+    if case.strided:
+        o, do = strided_like(o, (1, 2, 0, 3)), strided_like(do, (2, 0, 1, 3))
+    true = _gradients((q.double(), k.double(), v.double()), do.double(), dlse.double(), spec.causal)
+    plain = _gradients((q, k, v), do, dlse, spec.causal, _rounding(spec))
+    expected = tuple(
+        Expected(name, value, GRADIENT_FACTOR * max_error(other, value) + FLOOR)
+        for name, value, other in zip(("dq", "dk", "dv"), true, plain, strict=True)
+    )
+    return Prepared(case, (q, k, v, o, wide_lse.float(), do, dlse), expected)
+
+
+def _gradients(
+    inputs: tuple[Tensor, ...],
+    do: Tensor,
+    dlse: Tensor,
+    causal: str,
+    rounding: Callable[[Tensor], Tensor] = lambda operand: operand,
+) -> tuple[Tensor, ...]:
+    """By torch's autograd, every product in the dtype of its operands."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    with torch.enable_grad():
+        o, lse = plain_attention(*leaves, causal=causal, rounding=rounding)
+        # A row that sees no key has a log-sum-exp of -inf, whose gradient autograd would make NaN.
+        seen = lse.isfinite()
+        return torch.autograd.grad((o, lse[seen]), leaves, (do, dlse.to(lse.dtype)[seen]))
 
 
 def _rounding(spec: Spec) -> Callable[[Tensor], Tensor]:
     """What tensor cores make of a product's operands: TF32 drops all but 10 bits of fp32's mantissa."""
     if spec.precision != "tf32":
         return lambda operand: operand
-    return lambda operand: (operand.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    def truncated(operand: Tensor) -> Tensor:
+        # The difference is a constant: gradients pass as through a rounding.
+        low = operand - (operand.detach().contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+        return operand - low.detach()
+
+    return truncated
 
 
 def max_error(actual: Tensor, expected: Tensor) -> float:
@@ -157,28 +145,27 @@ def check(launch: Launch, spec: Spec, device: str, cases: Sequence[Case] = CASES
         first, second = _run(launch, spec, prepared), _run(launch, spec, prepared)
         if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True)):
             return Rejection("check", "not repeatable", f"{case.name}: two runs on the same input differ")
-        errors = (
-            ("output", max_error(first[0], prepared.o), prepared.allowed_o),
-            ("lse", max_error(first[1], prepared.lse), prepared.allowed_lse),
-        )
-        for name, error, allowed in errors:
-            if not error <= allowed:
-                sizes = prepared.case.problem
+        for actual, expected in zip(first, prepared.expected, strict=True):
+            error = max_error(actual, expected.value)
+            if not error <= expected.allowed:
                 return Rejection(
                     "check",
                     "wrong numbers",
-                    f"{case.name}: {name} is off by {error:.3g}, allowed {allowed:.3g} ({spec.slug}, {sizes})",
+                    f"{case.name}: {expected.name} is off by {error:.3g}, allowed {expected.allowed:.3g} "
+                    f"({spec.slug}, {case.problem})",
                 )
-        passed.append(Accuracy(errors[0][1], errors[0][2]))
+            if expected.name != "lse":
+                passed.append(Accuracy(error, expected.allowed))
     return max(passed, key=lambda accuracy: accuracy.max_error / accuracy.allowed)
 
 
-def _run(launch: Launch, spec: Spec, prepared: Prepared) -> tuple[Tensor, Tensor]:
-    sizes = prepared.case.problem
-    shape = (sizes.batch, sizes.heads, sizes.seq_q, spec.head_dim_v)
-    o = torch.full(shape, torch.nan, dtype=prepared.q.dtype, device=prepared.q.device)
+def _run(launch: Launch, spec: Spec, prepared: Prepared) -> list[Tensor]:
+    """The results of one launch, each written over NaN, a strided one in memory of yet another order."""
+    results = [
+        torch.full_like(each.value, torch.nan, dtype=torch.float32 if each.name == "lse" else prepared.inputs[0].dtype)
+        for each in prepared.expected
+    ]
     if prepared.case.strided:
-        o = strided_like(o, (2, 1, 0, 3))
-    lse = torch.full(shape[:3], torch.nan, dtype=torch.float32, device=prepared.q.device)
-    launch(prepared.q, prepared.k, prepared.v, o, lse, spec.head_dim**-0.5)
-    return o, lse
+        results = [strided_like(each, (2, 1, 0, 3)) if each.dim() == 4 else each for each in results]
+    launch(*prepared.inputs, *results, spec.head_dim**-0.5)
+    return results

@@ -55,7 +55,7 @@ def choose(
     """
     place = {path: index for index, path in enumerate(dict.fromkeys(path for path, _ in tuned))}
     same = [(path, entry) for path, entry in tuned if entry.spec.tuned_as == spec.tuned_as]
-    notes = [f"{len(same)} of {len(tuned)} entries for {gpu.name} are for {spec.tuned_as.slug}."]
+    notes = [f"{len(same)} of {len(tuned)} entries for {gpu.name} are for {spec.tuned_as.label}."]
     candidates = []
     for path, entry in same:
         if families is not None and entry.family not in families:

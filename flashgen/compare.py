@@ -5,20 +5,23 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flashgen.api import attention
 from flashgen.benchmark import Measurement, flops, inputs, interleaved
-from flashgen.dispatch import attention
 from flashgen.errors import InputError, did_you_mean
 from flashgen.reference import plain_attention
 from flashgen.spec import Problem, Spec
 
 Call = Callable[[], object]
+Forward = Callable[[], Tensor]
+Work = Literal["forward", "backward", "training"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Row:
     """One implementation on one problem.
 
     Attributes:
+        spec: what the forward computes.
+        work: what was timed: the forward, the gradients of q, k and v after it, or both.
         name: "flashgen", "fa2", "cudnn", "flex" or "plain".
         measurement: its time, or None when it could not run.
         tflops: 1e12 floating-point operations a second; masked pairs are not counted.
@@ -35,19 +40,30 @@ class Row:
 
     spec: Spec
     problem: Problem
+    work: Work
     name: str
     measurement: Measurement | None
     tflops: float | None
     extra_bytes: int | None
     failure: str | None
 
+    @property
+    def label(self) -> str:
+        """What a table calls its line."""
+        return self.spec.slug if self.work == "forward" else f"{self.work} {self.spec.slug}"
 
-def _flashgen(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-    return lambda: attention(q, k, v, causal=causal)
+
+def _flashgen(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
+    def call() -> Tensor:
+        o = attention(q, k, v, causal=causal)
+        assert isinstance(o, Tensor)
+        return o
+
+    return call
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, bool], Call]:
-    def make(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, bool], Forward]:
+    def make(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
         grouped = q.shape[1] != k.shape[1]
 
         def call() -> Tensor:
@@ -59,11 +75,13 @@ def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, bool], Call]
     return make
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # Beyond the limit torch.compile silently runs the unfused form.
     torch._dynamo.config.recompile_limit = 1000
+    # Donated buffers allow one backward per forward; here one forward is differentiated many times.
+    torch._functorch.config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = None
     if causal:
@@ -72,11 +90,11 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-    return lambda: plain_attention(q, k, v, causal="bottom_right" if causal else "none")
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
+    return lambda: plain_attention(q, k, v, causal="bottom_right" if causal else "none")[0]
 
 
-PEERS: Mapping[str, Callable[[Tensor, Tensor, Tensor, bool], Call]] = {
+PEERS: Mapping[str, Callable[[Tensor, Tensor, Tensor, bool], Forward]] = {
     "flashgen": _flashgen,
     "fa2": _sdpa(SDPBackend.FLASH_ATTENTION),
     "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
@@ -85,14 +103,15 @@ PEERS: Mapping[str, Callable[[Tensor, Tensor, Tensor, bool], Call]] = {
 }
 
 
-def compare(spec: Spec, problem: Problem, names: tuple[str, ...], rounds: int = 3) -> list[Row]:
+def compare(spec: Spec, problem: Problem, names: tuple[str, ...], rounds: int = 3, work: Work = "forward") -> list[Row]:
     """Measure implementations on one problem, interleaved; one that fails or runs out of memory is a row that says so.
 
     Args:
-        spec: what is computed; causal alignments coincide only where seq_q = seq_kv, so that must hold.
+        spec: what the forward computes; causal alignments coincide only where seq_q = seq_kv, so that must hold.
         problem: the sizes.
         names: keys of PEERS.
         rounds: shuffled rounds of measurement.
+        work: what is timed.
 
     Raises:
         InputError: an unknown name, or causal with seq_q != seq_kv.
@@ -104,30 +123,45 @@ def compare(spec: Spec, problem: Problem, names: tuple[str, ...], rounds: int = 
         raise InputError(
             f"causal peers agree only when seq_q equals seq_kv, but got {problem.seq_q}, {problem.seq_kv}."
         )
-    q, k, v = inputs(spec, problem, "cuda")
+    q, k, v = (tensor.requires_grad_(work != "forward") for tensor in inputs(spec, problem, "cuda"))
     calls: dict[str, Call] = {}
     memory: dict[str, int] = {}
     failures: dict[str, str] = {}
     for name in names:
         try:
-            call = PEERS[name](q, k, v, spec.causal != "none")
-            with torch.no_grad():
-                call()
-                memory[name] = _extra_memory(call)
-            calls[name] = torch.no_grad()(call)
+            call = _timed(PEERS[name](q, k, v, spec.causal != "none"), (q, k, v), work)
+            call()
+            memory[name] = _extra_memory(call)
+            calls[name] = call
         except torch.OutOfMemoryError:
             failures[name] = "out of memory"
         except RuntimeError as error:  # a peer may refuse a shape or dtype; its reason is its row
             failures[name] = str(error).strip().splitlines()[0][:200]
         torch.cuda.empty_cache()
     times = interleaved(calls, rounds=rounds)
-    work = flops(spec, problem)
+    total = _flops(spec, problem, work)
     return [
-        Row(spec, problem, name, times[name], work / times[name].median_us / 1e6, memory[name], None)
+        Row(spec, problem, work, name, times[name], total / times[name].median_us / 1e6, memory[name], None)
         if name in times
-        else Row(spec, problem, name, None, None, None, failures[name])
+        else Row(spec, problem, work, name, None, None, None, failures[name])
         for name in names
     ]
+
+
+def _timed(forward: Forward, inputs: tuple[Tensor, ...], work: Work) -> Call:
+    """What is timed of one implementation; the gradient of the output is random, as in training."""
+    if work == "forward":
+        return torch.no_grad()(forward)
+    o = forward()
+    do = torch.randn_like(o)
+    if work == "training":
+        return lambda: torch.autograd.grad(forward(), inputs, do)
+    return lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)
+
+
+def _flops(spec: Spec, problem: Problem, work: Work) -> float:
+    forward, backward = flops(spec, problem), flops(replace(spec, op="backward"), problem)
+    return {"forward": forward, "backward": backward, "training": forward + backward}[work]
 
 
 def _extra_memory(call: Call) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from flashgen.benchmark import Measurement, inputs, interleaved, sample
 from flashgen.check import Accuracy, check
 from flashgen.families import Variant
-from flashgen.launch import bind, launcher
+from flashgen.launch import ARGUMENTS, LAID_OUT, bind, launcher, workspace_size
+from flashgen.reference import tiled_attention
 from flashgen.space import Rejection
 from flashgen.spec import Problem, Spec
 
@@ -26,34 +27,58 @@ class Evaluation:
 
 
 @functools.lru_cache(maxsize=8)
-def _tensors(spec: Spec, problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Inputs and outputs of a problem; allocated once, shared by all candidates of a spec."""
+def _tensors(spec: Spec, problem: Problem) -> dict[str, Tensor | float | None]:
+    """What a launch takes, but for the workspace; allocated once, shared by all candidates of a spec."""
     q, k, v = inputs(spec, problem, "cuda")
-    o = torch.empty(*q.shape[:3], spec.head_dim_v, dtype=q.dtype, device="cuda")
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device="cuda")
-    return q, k, v, o, lse
+    given: dict[str, Tensor | float | None] = {"q": q, "k": k, "v": v, "scale": spec.head_dim**-0.5}
+    if spec.op == "forward":
+        o = torch.empty(*q.shape[:3], spec.head_dim_v, dtype=q.dtype, device="cuda")
+        return {**given, "o": o, "lse": torch.empty(q.shape[:3], dtype=torch.float32, device="cuda")}
+    # The true log-sum-exp, so that P sums to one: what is multiplied decides the power drawn, thus the clock.
+    o, lse = tiled_attention(q, k, v, causal=spec.causal)
+    results = {f"d{name}": torch.empty_like(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    return {**given, "o": o, "lse": lse, "do": torch.randn_like(o), "dlse": None, **results}
+
+
+def _call(variant: Variant, problem: Problem) -> Callable[[], None]:
+    """One launch of a variant on a problem, everything bound."""
+    given = _tensors(variant.spec, problem)
+    laid_out = [given[name] for name in LAID_OUT[variant.spec.op]]
+    bound = bind(variant, *(tensor for tensor in laid_out if isinstance(tensor, Tensor)))
+    if variant.spec.op == "backward":
+        given = {**given, "workspace": _workspace(variant, given["q"])}
+    return functools.partial(bound, *(given[name] for name in ARGUMENTS[variant.spec.op]))
+
+
+def _workspace(variant: Variant, q: object) -> Tensor:
+    assert isinstance(q, Tensor)
+    return torch.empty(workspace_size(variant, q), dtype=torch.float32, device=q.device)
+
+
+def checked(variant: Variant) -> Accuracy | Rejection:
+    """Check a variant's numbers on this machine's GPU."""
+    launch = launcher(variant)
+    if variant.spec.op == "forward":
+        return check(launch, variant.spec, "cuda")
+
+    def with_workspace(*given: Tensor | float) -> None:
+        *tensors, scale = given
+        # What is left in a workspace must not matter.
+        launch(*tensors, _workspace(variant, tensors[0]).fill_(torch.nan), scale)
+
+    return check(with_workspace, variant.spec, "cuda")
 
 
 def evaluate(variant: Variant, problems: Sequence[Problem], repeat_ms: int = 20) -> Evaluation | Rejection:
     """Check a candidate on adversarial inputs, then time it on each problem; numbers first, always."""
-    accuracy = check(launcher(variant), variant.spec, "cuda")
+    accuracy = checked(variant)
     if isinstance(accuracy, Rejection):
         return accuracy
-    times = []
-    for problem in problems:
-        q, k, v, o, lse = _tensors(variant.spec, problem)
-        bound = bind(variant, q, k, v, o)
-        scale = variant.spec.head_dim**-0.5
-        samples = sample(lambda: bound(q, k, v, o, lse, scale), warmup_ms=5, repeat_ms=repeat_ms)  # noqa: B023 (called now)
-        times.append(Measurement.of(samples))
-    return Evaluation(accuracy, tuple(times))
+    times = [sample(_call(variant, problem), warmup_ms=5, repeat_ms=repeat_ms) for problem in problems]
+    return Evaluation(accuracy, tuple(map(Measurement.of, times)))
 
 
 def remeasure(variants: Sequence[Variant], problem: Problem, rounds: int = 4) -> tuple[Measurement, ...]:
     """Time finalists of one spec on one problem in shuffled rounds, so that order and clocks favour none."""
-    calls = {}
-    for number, variant in enumerate(variants):
-        q, k, v, o, lse = _tensors(variant.spec, problem)
-        bound = bind(variant, q, k, v, o)
-        calls[str(number)] = functools.partial(bound, q, k, v, o, lse, variant.spec.head_dim**-0.5)
+    calls = {str(number): _call(variant, problem) for number, variant in enumerate(variants)}
     return tuple(interleaved(calls, rounds=rounds).values())

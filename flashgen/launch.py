@@ -1,8 +1,9 @@
-"""Compiled kernel + tensor layout -> a bound launch that repeats none of that work."""
+"""Compiled kernels + tensor layout -> a bound launch that repeats none of that work."""
 
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashgen.compile import compile_kernel, module_of
+from flashgen.compile import Launch, compile_kernel, launches, module_of
 from flashgen.errors import UnsupportedError
 from flashgen.families import Variant
 from flashgen.hardware import gpu_of
@@ -20,20 +21,27 @@ if TYPE_CHECKING:
 
 MAX_GRID = 2**31 - 1
 
+# What the generated `launch` of each op takes. Kernels name the same in capitals.
+ARGUMENTS = {
+    "forward": ("q", "k", "v", "o", "lse", "scale"),
+    "backward": ("q", "k", "v", "o", "lse", "do", "dlse", "dq", "dk", "dv", "workspace", "scale"),
+}
+# Those whose layout a kernel is bound to; statistics and workspace are contiguous.
+LAID_OUT = {"forward": ("q", "k", "v", "o"), "backward": ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
+
 _compiling = threading.Lock()
 
 
 class Bound:
     """One kernel bound to one layout on one device: everything that is known before the pointers are.
 
-    Calling it launches on the current stream of its device, from whatever device is current.
+    Calling it with the kernel's pointers and scale launches on the current stream of its device, from whatever device
+    is current.
     """
 
-    __slots__ = ("_constants", "_device", "_function", "_grid", "_kernel", "_metadata", "_run", "_sizes", "_stream")
+    __slots__ = ("_device", "_function", "_grid", "_kernel", "_metadata", "_rest", "_run", "_stream")
 
-    def __init__(
-        self, kernel: CompiledKernel, device: int, grid: int, sizes: tuple[int, ...], constants: tuple[object, ...]
-    ) -> None:
+    def __init__(self, kernel: CompiledKernel, device: int, launch: Launch) -> None:
         from triton.runtime import driver
 
         compiled: Any = kernel
@@ -43,48 +51,66 @@ class Bound:
         self._metadata = compiled.packed_metadata
         self._stream: Callable[[int], int] = driver.active.get_current_stream
         self._device = device
-        self._grid = grid
-        self._sizes = sizes
-        self._constants = constants
+        self._grid = launch.grid[0]
+        self._rest = launch.sizes + tuple(value for name, value in launch.options.items() if name.isupper())
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, scale: float) -> None:
+    def __call__(self, *pointers: Tensor | float | None) -> None:
         if torch.cuda.current_device() == self._device:
-            self._launch(q, k, v, o, lse, scale)
+            self._launch(pointers)
         else:
             with torch.cuda.device(self._device):
-                self._launch(q, k, v, o, lse, scale)
+                self._launch(pointers)
 
-    def _launch(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, scale: float) -> None:
+    def _launch(self, pointers: tuple[Tensor | float | None, ...]) -> None:
         # CompiledKernel.run has had this signature in Triton 3.6 to 3.9: grid, stream, function, metadata, three
         # launch hooks, then every kernel argument, constexpr ones included. The JIT's own path costs 31 us a call
         # where this costs 8 (H200 host).
         self._run(
             self._grid, 1, 1, self._stream(self._device), self._function, self._metadata, None, None, None,
-            q, k, v, o, lse, scale, *self._sizes, *self._constants,
+            *pointers, *self._rest,
         )  # fmt: skip
 
 
-def bind(variant: Variant, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Bound:
+def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
     """Compile (once) and load a variant for tensors of these shapes, strides, alignment and device.
 
     Args:
         variant: what to run; its spec must be that of the tensors.
-        q, k, v, o: [batch, heads, seq, head_dim] with the last dimension contiguous.
+        tensors: LAID_OUT of the variant's op, each [batch, heads, seq, head_dim] with the last dimension contiguous.
+
+    Returns:
+        a function of ARGUMENTS that launches every kernel, in order.
 
     Raises:
         UnsupportedError: the call needs more blocks than one launch can have.
         whatever Triton raises when the variant does not compile or fit.
     """
-    grid, sizes, options = module_of(variant).plan(q, k, v, o)
-    if grid[0] > MAX_GRID:
-        raise UnsupportedError(
-            f"the call needs {grid[0]} blocks of {variant.config['block_q']} rows, one launch has at most {MAX_GRID}. "
-            "Split the batch."
-        )
-    device = q.device.index
-    kernel = loaded(variant, device, tuple(sorted(options.items())), is_aligned(q, k, v, o))
-    constants = tuple(value for name, value in options.items() if name.isupper())
-    return Bound(kernel, device, grid[0], sizes, constants)
+    device = tensors[0].device.index
+    aligned = is_aligned(*tensors)
+    bounds = []
+    for each in launches(variant, *tensors):
+        if each.grid[0] > MAX_GRID:
+            raise UnsupportedError(
+                f"the call needs {each.grid[0]} blocks of {variant.slug}'s {each.kernel}, one launch has at most "
+                f"{MAX_GRID}. Split the batch."
+            )
+        kernel = loaded(variant, each.kernel, device, tuple(sorted(each.options.items())), aligned)
+        bounds.append((Bound(kernel, device, each), _pick(variant, each.kernel)))
+    if variant.family.kernels == ("kernel",):
+        return bounds[0][0]
+
+    def launch_all(*arguments: Tensor | float | None) -> None:
+        for bound, pick in bounds:
+            bound(*pick(arguments))
+
+    return launch_all
+
+
+def _pick(variant: Variant, kernel: str) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Which of ARGUMENTS a kernel takes, in its own order."""
+    names = ARGUMENTS[variant.spec.op]
+    parameters = [parameter.name.lower() for parameter in getattr(module_of(variant), kernel).params]
+    return operator.itemgetter(*(names.index(name) for name in parameters if name in names))
 
 
 def is_aligned(*tensors: Tensor) -> bool:
@@ -95,25 +121,36 @@ def is_aligned(*tensors: Tensor) -> bool:
     )
 
 
-def loaded(variant: Variant, device: int, options: tuple[tuple[str, int], ...], aligned: bool) -> CompiledKernel:
+def loaded(
+    variant: Variant, kernel: str, device: int, options: tuple[tuple[str, int], ...], aligned: bool
+) -> CompiledKernel:
     """The compiled kernel, loaded on a device; one per variant and kind of layout, never one per length."""
     with _compiling:
-        return _loaded(variant, device, options, aligned)
+        return _loaded(variant, kernel, device, options, aligned)
 
 
 @functools.cache
-def _loaded(variant: Variant, device: int, options: tuple[tuple[str, int], ...], aligned: bool) -> CompiledKernel:
+def _loaded(
+    variant: Variant, kernel: str, device: int, options: tuple[tuple[str, int], ...], aligned: bool
+) -> CompiledKernel:
     chosen: Mapping[str, int] = dict(options)
     with torch.cuda.device(device):
-        kernel = compile_kernel(variant, gpu_of(device), options=chosen, aligned=aligned)
-        kernel.run  # noqa: B018 (the first access loads the binary)
-        return kernel
+        compiled = compile_kernel(variant, gpu_of(device), kernel=kernel, options=chosen, aligned=aligned)
+        compiled.run  # noqa: B018 (the first access loads the binary)
+        return compiled
 
 
-def launcher(variant: Variant) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, float], None]:
-    """A function that binds on every call; for checking and timing one variant on many layouts."""
+def launcher(variant: Variant) -> Callable[..., None]:
+    """A function of ARGUMENTS that binds on every call; for checking and timing one variant on many layouts."""
+    names = ARGUMENTS[variant.spec.op]
+    laid_out = operator.itemgetter(*(names.index(name) for name in LAID_OUT[variant.spec.op]))
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, scale: float) -> None:
-        bind(variant, q, k, v, o)(q, k, v, o, lse, scale)
+    def launch(*arguments: Tensor | float | None) -> None:
+        bind(variant, *laid_out(arguments))(*arguments)
 
     return launch
+
+
+def workspace_size(variant: Variant, q: Tensor) -> int:
+    """How many fp32 numbers a backward variant needs as workspace for this q."""
+    return int(module_of(variant).workspace_size(q))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flashgen.families import Variant
+from flashgen.families.family import Tile
 from flashgen.hardware import Gpu
 from flashgen.resources import Resources
-from flashgen.space import Config
 from flashgen.spec import Problem, Spec
 
 # Clocks are those of the datasheet's peaks. Fitted, all at once, by least squares on the logarithm of the times of the
@@ -53,22 +54,43 @@ class _Pass:
     tile_issue: float
 
 
-def predict_us(spec: Spec, config: Config, resources: Resources, problem: Problem, gpu: Gpu) -> float:
-    """Estimated time of one launch in microseconds.
+def predict_us(variant: Variant, resources: Sequence[Resources], problem: Problem, gpu: Gpu) -> float:
+    """Estimated time in microseconds of all launches of a variant.
 
     Every multiprocessor works on as many blocks as fit. Their warps queue for its tensor cores and schedulers; shared
     memory, copies in flight and DRAM are bounds beside that. On an H200 the estimate misses by 7 % (standard
     deviation of the logarithm), and the candidate it ranks first is 2 % slower than the best, 9 % at worst, also for
-    head dims and masks that had no part in the fit. No other GPU has been measured.
+    head dims and masks that had no part in the fit. No other GPU and no backward had a part in it.
+
+    Args:
+        resources: what each of the family's kernels compiled to, in their order.
     """
-    work = _pass(spec, config, resources, gpu)
-    resident = blocks_per_sm(spec, config, resources, gpu)
-    mean, longest = _passes(spec, config, problem)
-    tiles = max(1, math.ceil(problem.seq_q / config["block_q"]) * problem.batch * problem.heads)
-    per_sm = tiles / gpu.num_sms
+    compiled = dict(zip(variant.family.kernels, resources, strict=True))
+    loops = variant.family.tiles(variant.spec, variant.config)
+    narrow = variant.config.get("index_bits") == 32
+    dram_us = _dram_us(variant.spec, problem, gpu)
+    times = [_loop_us(tile, variant.spec, compiled[tile.kernel], problem, gpu, narrow) for tile in loops]
+    # Kernels without a tile multiply no matrices: memory is all that they wait for.
+    others = len(variant.family.kernels) - len({tile.kernel for tile in loops})
+    return sum(max(us + DRAM_SHARE * dram_us, dram_us) for us in times) + others * dram_us
+
+
+def _dram_us(spec: Spec, problem: Problem, gpu: Gpu) -> float:
+    """Time to read q, k and v and to write o, or as much again."""
+    width = (spec.head_dim + spec.head_dim_v) * spec.element_bytes * problem.batch
+    return width * (problem.heads * problem.seq_q + problem.kv_heads * problem.seq_kv) / (gpu.dram_gbs * 1e3)
+
+
+def _loop_us(tile: Tile, spec: Spec, resources: Resources, problem: Problem, gpu: Gpu, narrow: bool) -> float:
+    work = _pass(tile, spec, resources, gpu, narrow)
+    resident = blocks_per_sm(tile, resources, gpu)
+    mean, longest = _passes(tile, spec, problem)
+    length, heads = (problem.seq_q, problem.heads) if tile.stays == "q" else (problem.seq_kv, problem.kv_heads)
+    blocks = max(1, math.ceil(length / tile.block) * problem.batch * heads)
+    per_sm = blocks / gpu.num_sms
 
     def tile_clocks(blocks: int, passes: float) -> float:
-        return passes * _clocks(work, config, blocks, passes)
+        return passes * _clocks(work, tile, blocks, passes)
 
     if spec.causal == "none":
         rounds, rest = divmod(math.ceil(per_sm), resident)
@@ -77,16 +99,14 @@ def predict_us(spec: Spec, config: Config, resources: Resources, problem: Proble
         # Long tiles start first and short ones fill up, so that the multiprocessors end together.
         together = min(resident, math.ceil(per_sm))
         clocks = max(per_sm / together * tile_clocks(together, mean), tile_clocks(together, longest))
-    width = (spec.head_dim + spec.head_dim_v) * spec.element_bytes * problem.batch
-    dram_us = width * (problem.heads * problem.seq_q + problem.kv_heads * problem.seq_kv) / (gpu.dram_gbs * 1e3)
-    return max(clocks / (gpu.clock_ghz * 1e3) + DRAM_SHARE * dram_us, dram_us)
+    return clocks / (gpu.clock_ghz * 1e3)
 
 
-def blocks_per_sm(spec: Spec, config: Config, resources: Resources, gpu: Gpu) -> int:
+def blocks_per_sm(tile: Tile, resources: Resources, gpu: Gpu) -> int:
     """How many blocks one multiprocessor holds at once, at least 1."""
-    threads = config["num_warps"] * _lanes(gpu)
+    threads = tile.num_warps * _lanes(gpu)
     # AMD's compiler does not tell its registers: scores and accumulator are the most of them.
-    registers = resources.registers or config["block_q"] * (spec.block_dv + config["block_kv"]) // threads + 32
+    registers = resources.registers or tile.block * (tile.kept + tile.step) // threads + 32
     reserved = 1024 if gpu.backend == "cuda" and gpu.sm >= 80 else 0
     return max(
         1,
@@ -102,42 +122,43 @@ def _lanes(gpu: Gpu) -> int:
     return 32 if gpu.backend == "cuda" else 64
 
 
-def _passes(spec: Spec, config: Config, problem: Problem) -> tuple[float, float]:
+def _passes(tile: Tile, spec: Spec, problem: Problem) -> tuple[float, float]:
     """Passes through the loop of the mean and of the longest tile; masked ones count for more."""
-    block_q, block_kv = config["block_q"], config["block_kv"]
+    length, other = (problem.seq_q, problem.seq_kv) if tile.stays == "q" else (problem.seq_kv, problem.seq_q)
+    # A block of keys meets the rows of every query head of its group.
+    group = 1 if tile.stays == "q" else problem.heads // max(1, problem.kv_heads)
     if spec.causal == "none":
-        passes = math.ceil(problem.seq_kv / block_kv) + MASKED_PASSES * (problem.seq_kv % block_kv > 0)
+        passes = group * (math.ceil(other / tile.step) + MASKED_PASSES * (other % tile.step > 0))
         return max(1.0, passes), max(1.0, passes)
-    masked = MASKED_PASSES * math.ceil(block_q / block_kv)
-    rows = max(1, problem.batch * problem.heads * problem.seq_q)
-    # A tile sees the keys of its last row, rounded up to block_kv.
-    extra = (block_q - 1) / 2 + (block_kv - math.gcd(block_q, block_kv)) / 2
-    keys = problem.seq_kv if spec.causal == "bottom_right" else min(problem.seq_q, problem.seq_kv)
-    longest = math.ceil(keys / block_kv)
-    mean = min((problem.visible_pairs(spec.causal) / rows + extra) / block_kv, longest)
-    return max(1.0, mean + masked), max(1.0, longest + masked)
+    masked = MASKED_PASSES * math.ceil(tile.block / tile.step)
+    lines = max(1, problem.batch * problem.heads * length)
+    # A tile sees what its last row sees, rounded up to the step.
+    extra = (tile.block - 1) / 2 + (tile.step - math.gcd(tile.block, tile.step)) / 2
+    most = other if spec.causal == "bottom_right" else min(problem.seq_q, problem.seq_kv)
+    longest = math.ceil(most / tile.step)
+    mean = min((problem.visible_pairs(spec.causal) / lines + extra) / tile.step, longest)
+    return max(1.0, group * (mean + masked)), max(1.0, group * (longest + masked))
 
 
-def _pass(spec: Spec, config: Config, resources: Resources, gpu: Gpu) -> _Pass:
-    """Add up the instructions and bytes of one pass."""
-    block_q, block_kv, num_warps = config["block_q"], config["block_kv"], config["num_warps"]
-    num_stages, element = config["num_stages"], spec.element_bytes
-    loop = _one_pass(spec, config, resources, gpu)
+def _pass(tile: Tile, spec: Spec, resources: Resources, gpu: Gpu, narrow: bool) -> _Pass:
+    """Add up the instructions and bytes of one pass; `narrow` addresses are 32 bits wide."""
+    element = spec.element_bytes
+    loop = _one_pass(tile, spec, resources, gpu)
     warpgroups = loop.get("wgmma", 0) + loop.get("tcgen05", 0) > 0
-    copied = block_kv * (spec.block_d + spec.block_dv) * element
+    copied = tile.step * (spec.block_d + spec.block_dv) * element
 
     tensor = 0.0
     if _products(loop):
         rate = gpu.tensor_tflops * 1e3 / (2 * gpu.num_sms * gpu.clock_ghz) / (2 if spec.dtype == "fp32" else 1)
         if not warpgroups and gpu.backend == "cuda" and 90 <= gpu.sm < 120:
             rate *= MMA_SYNC_RATE
-        tensor = block_q * block_kv * (spec.block_d + spec.block_dv) / rate
+        tensor = tile.block * tile.step * tile.width / rate
 
-    # Warpgroup instructions read Q, K and V for 64 rows at a time; other warps load what they multiply.
+    # Warpgroup instructions read their operands for 64 rows at a time; other warps load what they multiply.
     if warpgroups:
-        read = block_q / 64 * element * (spec.block_d * (64 + block_kv) + block_kv * spec.block_dv)
+        read = tile.block / 64 * element * (64 * tile.resident + tile.step * tile.width)
     else:
-        read = num_warps * (512 * loop.get("ldmatrix", 0) + 256 * loop.get("shared", 0))
+        read = tile.num_warps * (512 * loop.get("ldmatrix", 0) + 256 * loop.get("shared", 0))
 
     fp32_lanes = gpu.fp32_tflops * 1e3 / (2 * gpu.num_sms * gpu.clock_ghz)
     fp32_slots = max(1.0, _lanes(gpu) * SCHEDULERS / fp32_lanes)
@@ -148,31 +169,31 @@ def _pass(spec: Spec, config: Config, resources: Resources, gpu: Gpu) -> _Pass:
         + EXP2_SLOTS * loop.get("exp2", 0)
         + SPILL_SLOTS * loop.get("spill", 0)
     )
-    if config.get("index_bits") == 32:
+    if narrow:
         issue += WIDE_SLOTS * (loop.get("cp_async", 0) + loop.get("global", 0))
     wait = SERIAL_WAIT * max(0.0, loop.get("warpgroup", 0) - ARRIVALS)
-    if num_stages == 1:
+    if tile.num_stages == 1:
         wait += 2 * LOAD_WAIT
     return _Pass(
         tensor=tensor,
         issue=issue,
         shared=(read + copied) / SHARED_BYTES,
-        load=LOAD_WAIT / (num_stages - LOOKAHEAD) if num_stages > 1 else 0.0,
+        load=LOAD_WAIT / (tile.num_stages - LOOKAHEAD) if tile.num_stages > 1 else 0.0,
         wait=wait,
         tile_issue=STACK_SLOTS * resources.stack,
     )
 
 
-def _one_pass(spec: Spec, config: Config, resources: Resources, gpu: Gpu) -> dict[str, float]:
+def _one_pass(tile: Tile, spec: Spec, resources: Resources, gpu: Gpu) -> dict[str, float]:
     """Instructions of one warp for one pass; without a disassembly, what other kernels have on average."""
-    lanes = config["num_warps"] * _lanes(gpu)
-    scores = config["block_q"] * config["block_kv"] / lanes
+    lanes = tile.num_warps * _lanes(gpu)
+    scores = tile.block * tile.step / lanes
     loop = resources.loop
     if not loop:
-        output = config["block_q"] * spec.block_dv / lanes
-        products = scores * (spec.block_d + spec.block_dv) if spec.dtype == "fp32" and spec.precision == "ieee" else 0.0
+        output = tile.block * tile.kept / lanes
+        products = scores * tile.width if spec.dtype == "fp32" and spec.precision == "ieee" else 0.0
         fp32 = 3.5 * scores + output + products
-        read = config["block_kv"] * (spec.block_d + spec.block_dv) * spec.element_bytes / 512
+        read = tile.step * (spec.block_d + spec.block_dv) * spec.element_bytes / 512
         mma = 0.0 if products else 1.0
         return {"total": 100 + fp32 + 1.5 * scores + read, "fp32": fp32, "exp2": scores, "ldmatrix": read, "mma": mma}
     # More exponentials than one pass has: the loop that was counted holds several.
@@ -185,9 +206,9 @@ def _products(loop: Mapping[str, float]) -> bool:
     return any(loop.get(kind, 0) for kind in ("wgmma", "tcgen05", "mma"))
 
 
-def _clocks(work: _Pass, config: Config, blocks: int, passes: float) -> float:
+def _clocks(work: _Pass, tile: Tile, blocks: int, passes: float) -> float:
     """Clocks in which `blocks` blocks of one multiprocessor do one pass each, of tiles of so many passes."""
-    warps = config["num_warps"] / SCHEDULERS
+    warps = tile.num_warps / SCHEDULERS
     share = min(1.0, warps)
     issue = work.issue + work.tile_issue / passes
     # Fewer than four warps leave schedulers and tensor cores to other blocks. The warpgroups of a larger block meet at

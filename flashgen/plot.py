@@ -36,27 +36,27 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    specs = list(dict.fromkeys(row.spec for row in rows))
-    columns = min(2, len(specs))
-    lines = -(-len(specs) // columns)
+    labels = list(dict.fromkeys(row.label for row in rows))
+    columns = min(2, len(labels))
+    lines = -(-len(labels) // columns)
     figure, axes = pyplot.subplots(lines, columns, figsize=(6 * columns, 3.5 * lines), squeeze=False)
-    for axis, spec in zip(axes.flat, specs, strict=False):
+    for axis, label in zip(axes.flat, labels, strict=False):
         for name in dict.fromkeys(row.name for row in rows):
             points = [
                 (row.problem.seq_q, row.tflops)
                 for row in rows
-                if row.spec == spec and row.name == name and row.tflops is not None
+                if row.label == label and row.name == name and row.tflops is not None
             ]
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        axis.set_title(spec.slug)
+        axis.set_title(label)
         axis.set_xscale("log", base=2)
         axis.set_xlabel("sequence length")
         axis.set_ylabel("TFLOP/s")
         axis.set_ylim(bottom=0)
         if axis.lines:
             axis.legend()
-    for axis in list(axes.flat)[len(specs) :]:
+    for axis in list(axes.flat)[len(labels) :]:
         axis.set_visible(False)
     figure.suptitle(title)
     figure.tight_layout()

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -47,7 +47,7 @@ def tune_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
         tasks: dict[str, Any] = {}
 
         def observe(progress: Progress) -> None:
-            name = progress.spec.slug
+            name = progress.spec.label
             if name not in tasks:
                 tasks[name] = bar.add_task(name, total=progress.total, state="")
             bar.update(
@@ -75,7 +75,7 @@ def winners_tables(outcomes: Sequence[Outcome]) -> Iterator[Table]:
     """One table per spec: the winner at every length, its speed, its share of the tensor peak, and the runner-up."""
     for outcome in outcomes:
         method = outcome.request.method
-        table = Table(title=f"{outcome.request.spec.slug}: winners ({method})", box=SIMPLE_HEAD, title_justify="left")
+        table = Table(title=f"{outcome.request.spec.label}: winners ({method})", box=SIMPLE_HEAD, title_justify="left")
         headings = ["size", "winner", "us", "TFLOP/s", "peak", "second"]
         for heading in headings + (["model"] if method == "measured" else []):
             table.add_column(heading, justify="left" if heading == "winner" else "right", no_wrap=True)
@@ -102,6 +102,27 @@ def _winner_cells(outcome: Outcome, index: int, ranking: Ranking) -> list[str]:
         runner_up,
     ]
     return cells + ([f"{winner.predicted[index]:.1f} us"] if winner.times is not None else [])
+
+
+def training_table(outcomes: Sequence[Outcome]) -> Table:
+    """Forward and backward of every spec and length together, where both were tuned."""
+    table = Table(title="Training: forward + backward", box=SIMPLE_HEAD, title_justify="left")
+    for heading in ("spec", "size", "forward us", "backward us", "together us", "TFLOP/s"):
+        table.add_column(heading, justify="left" if heading == "spec" else "right")
+    best = {
+        (outcome.request.spec, ranking.problem): ranking.best[0].us(index)
+        for outcome in outcomes
+        for index, ranking in enumerate(outcome.rankings)
+        if ranking.best
+    }
+    for (spec, problem), forward in best.items():
+        gradient = replace(spec, op="backward")
+        if spec.op == "forward" and (gradient, problem) in best:
+            backward = best[gradient, problem]
+            tflops = (flops(spec, problem) + flops(gradient, problem)) / (forward + backward) / 1e6
+            numbers = (f"{forward:.1f}", f"{backward:.1f}", f"{forward + backward:.1f}", f"{tflops:.0f}")
+            table.add_row(spec.slug, f"{problem.batch} x {problem.seq_q}", *numbers)
+    return table
 
 
 def refusal_table(outcomes: Sequence[Outcome]) -> Table:
@@ -152,10 +173,10 @@ def comparison_table(rows: Sequence[Row], memory: bool) -> Table:
     table = Table(title="Peak memory beyond the inputs, MB" if memory else "TFLOP/s (time in us)")
     for heading in ("spec", "batch", "seq", *names):
         table.add_column(heading, justify="left" if heading == "spec" else "right")
-    cells = {(row.spec, row.problem, row.name): row for row in rows}
-    for spec, problem in dict.fromkeys((row.spec, row.problem) for row in rows):
-        values = [_cell(cells[spec, problem, name], memory) for name in names]
-        table.add_row(spec.slug, str(problem.batch), str(problem.seq_q), *values)
+    cells = {(row.label, row.problem, row.name): row for row in rows}
+    for label, problem in dict.fromkeys((row.label, row.problem) for row in rows):
+        values = [_cell(cells[label, problem, name], memory) for name in names]
+        table.add_row(label, str(problem.batch), str(problem.seq_q), *values)
     return table
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from flashgen.errors import UnsupportedError
-from flashgen.families import FAMILIES, Family, Variant, family_named
+from flashgen.families import Family, Variant, families_of, family_named
 from flashgen.hardware import Gpu
 from flashgen.records import Versions
 from flashgen.render import template_hash
@@ -95,8 +95,12 @@ def give_up(selection: Selection, spec: Spec, family: str | None, reason: str) -
 
 
 def _candidates(spec: Spec, family: str | None) -> list[Family]:
-    named = [family_named(family)] if family is not None else list(FAMILIES.values())
-    return [candidate for candidate in named if candidate.op == spec.op]
+    if family is None:
+        return list(families_of(spec.op))
+    named = family_named(family)
+    if named.op != spec.op:
+        raise UnsupportedError(f"family {named.name!r} computes op={named.op!r}, but {spec.op!r} is needed.")
+    return [named]
 
 
 def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None) -> Selection:
@@ -122,7 +126,8 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None) -> Selecti
 
 def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], notes: tuple[str, ...]) -> Selection:
     refusals: list[str] = []
-    hint = f"run `flashgen tune --gpu auto --head-dim {spec.head_dim}` there"
+    op = "" if spec.op == "forward" else f" --op {spec.op}"
+    hint = f"run `flashgen tune --gpu auto --head-dim {spec.head_dim}{op}` there"
     for candidate in candidates:
         config = candidate.default(spec, gpu)
         rejection = candidate.refuses(spec, config, gpu)
@@ -133,10 +138,10 @@ def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], not
                 bucket=bucket,
                 method="default",
                 source=None,
-                why=f"nobody tuned {spec.slug} for this bucket of {gpu.name}; {hint}",
+                why=f"nobody tuned {spec.label} for this bucket of {gpu.name}; {hint}",
                 notes=(*notes, *refusals),
             )
         refusals.append(f"{candidate.name}: {rejection.reason}")
     raise UnsupportedError(
-        f"no kernel computes {spec.slug} on {gpu.label} ({gpu.arch}): {'; '.join(refusals) or 'no family has this op'}."
+        f"no kernel computes {spec.label} on {gpu.label} ({gpu.arch}): {'; '.join(refusals) or 'no family does'}."
     )

@@ -91,6 +91,11 @@ class Spec:
         return "_".join(parts)
 
     @property
+    def label(self) -> str:
+        """What people read, e.g. `d128_bf16_causal` or `backward d128_bf16_causal`."""
+        return self.slug if self.op == "forward" else f"{self.op} {self.slug}"
+
+    @property
     def tuned_as(self) -> Spec:
         """The spec under which tuned configs are kept: the two causal alignments differ by one constant."""
         return replace(self, causal="bottom_right") if self.causal == "top_left" else self

@@ -12,6 +12,7 @@ from torch import Tensor
 from flashgen.errors import InputError
 from flashgen.spec import DTYPE_NAMES, Causal, Layout, Problem, Spec
 
+CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Normal fp32 numbers, with room for the factor log2(e).
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 
@@ -143,6 +144,27 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     if scale == 0:
         return torch.zeros_like(q), 1.0
     return (q, float(scale)) if scale > 0 else (-q, -float(scale))
+
+
+def has_memory(*tensors: Tensor) -> bool:
+    """Whether all tensors have data to point to: those that are fake, or that vmap wraps, have none."""
+    try:
+        return all(tensor.data_ptr() >= 0 for tensor in tensors)
+    except RuntimeError:
+        return False
+
+
+def as_autocast(tensor: Tensor, device: str) -> Tensor:
+    """The tensor in autocast's dtype, as SDPA takes it: everything but fp64 is cast."""
+    if tensor.device.type != device or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
+
+
+def empty_gradient(tensor: Tensor) -> Tensor:
+    """The uninitialised gradient of a tensor: in its memory order, with contiguous rows."""
+    gradient = torch.empty_like(tensor)
+    return gradient if gradient.stride(-1) == 1 else tensor.new_empty(tensor.shape)
 
 
 def empty_output(q: Tensor, v: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ class _Run:
 
     def until(self, deadline: float) -> None:
         """Compile ahead in parallel; check and time one candidate after the other."""
-        ahead: deque[tuple[Variant, Future[Resources]]] = deque()
+        ahead: deque[tuple[Variant, Future[tuple[Resources, ...]]]] = deque()
         depth = 2 * self.compilers.count
         while True:
             while len(ahead) < depth and time.monotonic() < deadline:
@@ -194,13 +194,13 @@ class _Run:
             self.search.tell(variant.config, value, None if _is_transient(result) else to_plain(result))
             self._count(result)
 
-    def _judge(self, variant: Variant, compiled: Resources | Failure) -> Candidate | Rejection:
+    def _judge(self, variant: Variant, compiled: tuple[Resources, ...] | Failure) -> Candidate | Rejection:
         rejection = judge(variant, self.request.gpu, compiled)
         if rejection is not None:
             return rejection
-        assert isinstance(compiled, Resources)
-        spec, problems, gpu = self.request.spec, self.request.problems, self.request.gpu
-        predicted = tuple(predict_us(spec, variant.config, compiled, problem, gpu) for problem in problems)
+        assert not isinstance(compiled, Failure)
+        problems, gpu = self.request.problems, self.request.gpu
+        predicted = tuple(predict_us(variant, compiled, problem, gpu) for problem in problems)
         if self.gpu_worker is None:
             return Candidate(variant, compiled, predicted)
         future = self.gpu_worker.submit(EVALUATE_TIMEOUT_S, evaluate, variant, problems)
@@ -233,7 +233,8 @@ def warm_start(spec: Spec, gpu: Gpu, most: int = 8) -> tuple[Config, ...]:
     won: Counter[Config] = Counter()
     for known in dict.fromkeys((gpu, *KNOWN_GPUS.values())):
         for _, entry in entries_of(known):
-            if (entry.spec.head_dim, entry.spec.head_dim_v) == (spec.head_dim, spec.head_dim_v):
+            what = entry.spec.op, entry.spec.head_dim, entry.spec.head_dim_v
+            if what == (spec.op, spec.head_dim, spec.head_dim_v):
                 won[entry.config] += 1000 if known == gpu else 1
     return tuple(config for config, _ in won.most_common(most))
 

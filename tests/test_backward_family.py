@@ -58,7 +58,7 @@ def test_refusals_name_the_kernel_and_the_numbers(
         dq = (block, step, warps, stages) if kernel == "dq" else GOOD
         rejection = TRITON_BWD.refuses(spec, backward(spec, dkdv, dq).config, gpu)
         assert rejection is not None and (rejection.stage, rejection.kind) == ("rule", kind), rejection
-        assert rejection.reason.startswith(f"{kernel}: ")
+        assert rejection.reason.startswith(f"{kernel}_kernel: ")
         assert all(word in rejection.reason for word in words), rejection.reason
 
 

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from variants import BACKWARD_GOLDEN, backward, backward_resources
+from variants import BACKWARD_GOLDEN, backward
 
+from flashgen.compile import compile_resources, judge
 from flashgen.families import Variant
 from flashgen.hardware import Gpu
 from flashgen.render import render
@@ -105,13 +106,12 @@ def workers() -> Iterator[Workers]:
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.arch)
-@pytest.mark.parametrize("which", range(len(BACKWARD_GOLDEN)))
-def test_golden_file_compiles(which: int, gpu: Gpu, workers: Workers) -> None:
-    golden = BACKWARD_GOLDEN[which]
+@every_golden
+def test_golden_file_compiles(golden: Variant, gpu: Gpu, workers: Workers) -> None:
     assert golden.family.refuses(golden.spec, golden.config, gpu) is None
-    compiled = workers.outcome(workers.submit(PATIENCE, backward_resources, which, gpu))
-    assert isinstance(compiled, dict), compiled
-    assert compiled.keys() == {"delta_kernel", "dkdv_kernel", "dq_kernel"}
+    outcome = workers.outcome(workers.submit(PATIENCE, compile_resources, golden, gpu))
+    assert judge(golden, gpu, outcome) is None
+    compiled = dict(zip(golden.family.kernels, outcome, strict=True))
     low, high = golden.family.shared_memory(golden.spec, golden.config, gpu)
     assert low <= max(resources.shared for resources in compiled.values()) <= high <= gpu.shared_per_block
     for name, resources in compiled.items():

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.check import FLOOR, max_error, strided_like
+from flashgen.cases import strided_like
+from flashgen.check import FLOOR, max_error
 from flashgen.compile import write_source
-from flashgen.families import Variant
-from flashgen.families.triton_bwd import TRITON_BWD
+from flashgen.families import FAMILIES, Variant
 from flashgen.reference import plain_attention, tiled_attention
 from flashgen.render import render
 from flashgen.space import Config
@@ -78,12 +78,13 @@ class Interpreter:
             gradients = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in inputs)
         for gradient in gradients:
             gradient.fill_(torch.nan)
-        delta = torch.full(lse.shape, torch.nan)
+        # 2 * batch * heads * seq_q, padded to 128; what was left in it must not matter.
+        workspace = torch.full((2 * q.shape[0] * q.shape[1] * -(-q.shape[2] // 128) * 128,), torch.nan)
         spec = Spec("backward", q.shape[3], v.shape[3], DTYPE_NAMES[q.dtype], causal)
-        variant = Variant(TRITON_BWD, spec, config)
+        variant = Variant(FAMILIES["triton_bwd"], spec, config)
         path = write_source(render(variant, interpreter=True), variant.slug)
         assert self._process.stdin is not None and self._process.stdout is not None
-        pickle.dump((path, q, k, v, o, lse, do, dlse, *gradients, delta, scale), self._process.stdin)
+        pickle.dump((path, q, k, v, o, lse, do, dlse, *gradients, workspace, scale), self._process.stdin)
         self._process.stdin.flush()
         answer = pickle.load(self._process.stdout)
         if isinstance(answer, str):

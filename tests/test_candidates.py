@@ -25,7 +25,7 @@ VERSIONS = Versions("0.1.0", "3.7.1", "2.13.0", None, "0123456789ab")
 
 def _estimated(us: float, *, shared: int = 32768, num_warps: int = 4, registers: int = 128) -> Candidate:
     return Candidate(
-        variant(SPEC, num_warps=num_warps), Resources(shared, registers, 0, {"total": 100, "mma": 8}), (us,)
+        variant(SPEC, num_warps=num_warps), (Resources(shared, registers, 0, {"total": 100, "mma": 8}),), (us,)
     )
 
 
@@ -108,7 +108,7 @@ def test_what_is_far_behind_is_no_finalist_however_light() -> None:
 
 CANDIDATES = (
     _estimated(123.25),
-    replace(_estimated(1.0), predicted=(1.5, 2.5), resources=Resources(0, 0, 8, {})),
+    replace(_estimated(1.0), predicted=(1.5, 2.5), resources=(Resources(0, 0, 8, {}), Resources(1, 2, 3, {"mma": 4}))),
     _measured(99.5, 0.25),
     replace(_measured(99.5, 0.25), times=(Measurement(1.0, 0.5, 7), Measurement(2.0, 0.125, 9)), predicted=(1.0, 2.0)),
 )

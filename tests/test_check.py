@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flashgen import check as check_module
-from flashgen.check import CASES, FLOOR, SMALL_CASES, Accuracy, Case, check, max_error, prepare, strided_like, tensors
+from flashgen.cases import CASES, SMALL_CASES, Case, strided_like, tensors
+from flashgen.check import FLOOR, Accuracy, check, max_error, prepare
 from flashgen.reference import plain_attention, tiled_attention
 from flashgen.space import Rejection
 from flashgen.spec import TORCH_DTYPES, Causal, DType, Problem, Spec
@@ -195,17 +196,18 @@ def test_tf32_is_measured_against_tf32() -> None:
     ieee = Spec(head_dim=32, head_dim_v=32, dtype="fp32")
     case = SMALL_CASES[0]
     exact, rounded = prepare(ieee, case, "cpu"), prepare(replace(ieee, precision="tf32"), case, "cpu")
-    assert torch.equal(exact.o, rounded.o)
-    assert 10 * exact.allowed_o < rounded.allowed_o < 0.02
+    assert torch.equal(exact.expected[0].value, rounded.expected[0].value)
+    assert 10 * exact.expected[0].allowed < rounded.expected[0].allowed < 0.02
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_allowances_are_twice_the_error_of_plain_attention(dtype: DType) -> None:
     spec = replace(BF16, dtype=dtype)
     prepared = prepare(spec, SMALL_CASES[0], "cpu")
-    o, _ = plain_attention(prepared.q, prepared.k, prepared.v, causal=spec.causal)
-    assert prepared.allowed_o == 2 * max_error(o, prepared.o) + 1e-5
-    assert prepared.o.dtype == prepared.lse.dtype == torch.float64
+    o, _ = plain_attention(*prepared.inputs, causal=spec.causal)
+    output, lse = prepared.expected
+    assert output.allowed == 2 * max_error(o, output.value) + 1e-5
+    assert output.value.dtype == lse.value.dtype == torch.float64
 
 
 @pytest.mark.parametrize("case", [*CASES, *SMALL_CASES], ids=lambda case: f"{case.name} {case.problem.seq_kv}")

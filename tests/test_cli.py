@@ -280,13 +280,14 @@ def test_export_refuses(tmp_path: Path) -> None:
 def _rows(names: tuple[str, ...], failing: str) -> list[Row]:
     spec, problem = Spec(), Problem(1, 1, 1, 64, 64)
     good = (Measurement(10.0, 0.1, 9), 2.5, 100, None)
-    return [Row(spec, problem, name, *((None, None, None, "[/x] no") if name == failing else good)) for name in names]
+    bad = (None, None, None, "[/x] no")
+    return [Row(spec, problem, "forward", name, *(bad if name == failing else good)) for name in names]
 
 
 def _bench(monkeypatch: pytest.MonkeyPatch, failing: str, *arguments: str) -> Ended:
     """`bench` on a GPU that is not here: rows are given, what is made of them is real."""
     monkeypatch.setattr(bench, "current_gpu", lambda: H200)
-    monkeypatch.setattr(bench, "compare", lambda spec, problem, names, rounds: _rows(names, failing))
+    monkeypatch.setattr(bench, "compare", lambda spec, problem, names, rounds, work: _rows(names, failing))
     return run("bench", "--head-dim", "128", "--causal", "false", "--seq", "64", *arguments)
 
 

@@ -172,14 +172,14 @@ def test_options_of_a_call_reach_the_compiler() -> None:
 
 
 def test_judgement_of_compiled_candidates() -> None:
-    fine = Resources(shared=A100.shared_per_block, registers=255, stack=MAX_STACK, loop={})
-    assert judge(NARROW, A100, fine) is None
-    large = judge(NARROW, A100, Resources(A100.shared_per_block + 1, 255, 0, {}))
+    fine = Resources(shared=A100.shared_per_block, registers=255, stack=MAX_STACK["forward"], loop={})
+    assert judge(NARROW, A100, (fine,)) is None
+    large = judge(NARROW, A100, (Resources(A100.shared_per_block + 1, 255, 0, {}),))
     assert large is not None and (large.stage, large.kind) == ("resources", "shared memory")
     assert "166913" in large.reason and "166912" in large.reason
-    spilled = judge(NARROW, A100, Resources(0, 255, MAX_STACK + 8, {}))
+    spilled = judge(NARROW, A100, (Resources(0, 255, MAX_STACK["forward"] + 8, {}),))
     assert spilled is not None and (spilled.stage, spilled.kind) == ("resources", "spills")
-    assert str(MAX_STACK + 8) in spilled.reason
+    assert str(MAX_STACK["forward"] + 8) in spilled.reason
     failed = judge(NARROW, A100, Failure("crash", "its process died (exit code -6)", True))
     assert failed is not None and (failed.stage, failed.kind) == ("compile", "compile: crash")
     assert "sm_80" in failed.reason and "exit code -6" in failed.reason

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import flashgen
 from flashgen import dispatch
-from flashgen.check import max_error, strided_like
+from flashgen.cases import strided_like
+from flashgen.check import max_error
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.reference import plain_attention
 from flashgen.tensors import causal_from, positive_scale

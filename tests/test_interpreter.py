@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from flashgen import check
-from flashgen.check import Case, Launch, strided_like
+from flashgen.cases import SMALL_CASES, Case, strided_like
+from flashgen.check import Launch
 from flashgen.compile import write_source
 from flashgen.families import FAMILIES, Variant
 from flashgen.reference import plain_attention
@@ -98,12 +99,15 @@ def bf16_is_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def allow_truncation(spec: Spec, case: Case, device: str) -> check.Prepared:
         prepared = prepare(spec, case, device)
-        return replace(prepared, allowed_o=2 * prepared.allowed_o) if spec.dtype == "bf16" else prepared
+        if spec.dtype != "bf16":
+            return prepared
+        output, *lse = prepared.expected
+        return replace(prepared, expected=(replace(output, allowed=2 * output.allowed), *lse))
 
     monkeypatch.setattr(check, "prepare", allow_truncation)
 
 
-def _assert_right(launch: Launch, spec: Spec, cases: tuple[Case, ...] = check.SMALL_CASES) -> None:
+def _assert_right(launch: Launch, spec: Spec, cases: tuple[Case, ...] = SMALL_CASES) -> None:
     result = check.check(launch, spec, "cpu", cases)
     assert isinstance(result, check.Accuracy), result.reason
 
@@ -133,7 +137,7 @@ def test_every_mask_and_dtype(interpreter: Interpreter, causal: Causal, dtype: D
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 def test_every_width(interpreter: Interpreter, head_dim: int, head_dim_v: int, causal: Causal) -> None:
     spec = Spec(head_dim=head_dim, head_dim_v=head_dim_v, dtype="fp16", causal=causal)
-    tail, _, empty_rows, strided, _ = check.SMALL_CASES
+    tail, _, empty_rows, strided, _ = SMALL_CASES
     _assert_right(interpreter.launcher(spec), spec, (tail, empty_rows, strided))
 
 
@@ -338,15 +342,15 @@ TILES = [(16, 16), (16, 64), (64, 16), (32, 32), (64, 64), (128, 32), (128, 128)
 def test_configs_agree_within_rounding(interpreter: Interpreter, tile: tuple[int, int], causal: Causal) -> None:
     spec = Spec(head_dim=24, head_dim_v=24, dtype="fp16", causal=causal)
     prepared = check.prepare(spec, Case("tiles", Problem(1, 1, 1, 41, 57)), "cpu")
-    given = (prepared.q, prepared.k, prepared.v)
+    given, (output, lse) = prepared.inputs, prepared.expected
     option = causal != "none" and causal
     first, first_lse = interpreter.forward(*given, causal=option, config=_config(*tile))
-    assert check.max_error(first, prepared.o) <= prepared.allowed_o
-    assert check.max_error(first_lse, prepared.lse) <= prepared.allowed_lse
+    assert check.max_error(first, output.value) <= output.allowed
+    assert check.max_error(first_lse, lse.value) <= lse.allowed
     # How K and V are addressed changes no number at all.
     for index_bits, advance in ((32, 1), (64, 0), (64, 1)):
-        o, lse = interpreter.forward(*given, causal=option, config=_config(*tile, index_bits, advance))
-        assert torch.equal(o, first) and torch.equal(lse, first_lse)
+        again, again_lse = interpreter.forward(*given, causal=option, config=_config(*tile, index_bits, advance))
+        assert torch.equal(again, first) and torch.equal(again_lse, first_lse)
 
 
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(1, 3), (5, 7), (7, 5)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from measured import H200, Kernel, Measured, measured
 
-from flashgen.families import FAMILIES
+from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.model import blocks_per_sm, predict_us
 from flashgen.resources import Resources
@@ -38,12 +38,16 @@ FP32 = Resources(53248, 168, 0, {
 UNKNOWN = Resources(40960, 0, 0, {})
 
 
+def _us(spec: Spec, config: Config, resources: Resources, problem: Problem, gpu: Gpu) -> float:
+    return predict_us(Variant(FAMILIES["triton_fwd"], spec, config), (resources,), problem, gpu)
+
+
 @functools.cache
 def _times(slug: str) -> tuple[np.ndarray, np.ndarray]:
     """(estimated, measured) microseconds, [kernels, problems]."""
     one = measured()[slug]
     estimated = [
-        [predict_us(one.spec, kernel.config, kernel.resources, problem, H200) for problem in one.problems]
+        [_us(one.spec, kernel.config, kernel.resources, problem, H200) for problem in one.problems]
         for kernel in one.kernels
     ]
     return np.array(estimated), np.array([kernel.us for kernel in one.kernels])
@@ -112,7 +116,12 @@ def test_nothing_beats_the_hardware(slug: str) -> None:
 )
 def test_blocks_per_sm(shared: int, registers: int, num_warps: int, gpu: str, blocks: int) -> None:
     config = Config(block_q=64, block_kv=64, num_warps=num_warps, num_stages=2)
-    assert blocks_per_sm(Spec(), config, Resources(shared, registers, 0, {}), Gpu.named(gpu)) == blocks
+    assert (
+        blocks_per_sm(
+            FAMILIES["triton_fwd"].tiles(Spec(), config)[0], Resources(shared, registers, 0, {}), Gpu.named(gpu)
+        )
+        == blocks
+    )
 
 
 def _kernel(slug: str, *config: int) -> tuple[Measured, Kernel]:
@@ -133,20 +142,20 @@ def _kernel(slug: str, *config: int) -> tuple[Measured, Kernel]:
 )
 def test_what_costs_time(change: dict[str, object]) -> None:
     one, kernel = _kernel("d128_bf16", 64, 64, 4, 3, 64, 1)
-    assert blocks_per_sm(one.spec, kernel.config, kernel.resources, H200) == 2
+    assert blocks_per_sm(FAMILIES["triton_fwd"].tiles(one.spec, kernel.config)[0], kernel.resources, H200) == 2
     if "loop" in change:
         change = {"loop": {**kernel.resources.loop, **change["loop"]}}  # type: ignore[dict-item]
     worse = replace(kernel.resources, **change)  # type: ignore[arg-type]
     for problem in one.problems:
-        plain = predict_us(one.spec, kernel.config, kernel.resources, problem, H200)
-        assert predict_us(one.spec, kernel.config, worse, problem, H200) > 1.002 * plain
+        plain = _us(one.spec, kernel.config, kernel.resources, problem, H200)
+        assert _us(one.spec, kernel.config, worse, problem, H200) > 1.002 * plain
 
 
 def test_fewer_stages_and_wide_indices_cost_time() -> None:
     one, kernel = _kernel("d128_bf16", 64, 64, 4, 3, 64, 1)
 
     def us(**change: int) -> float:
-        return predict_us(one.spec, Config(**{**kernel.config, **change}), kernel.resources, AT_4096, H200)
+        return _us(one.spec, Config(**{**kernel.config, **change}), kernel.resources, AT_4096, H200)
 
     assert us(num_stages=1) > us(num_stages=2) > us(num_stages=3) > us(num_stages=4)
     assert us(index_bits=32) > us(index_bits=64)
@@ -155,12 +164,12 @@ def test_fewer_stages_and_wide_indices_cost_time() -> None:
 def test_a_loop_that_holds_several_passes_counts_as_one() -> None:
     one, kernel = _kernel("d128_bf16", 64, 64, 4, 3, 64, 1)
     fourfold = replace(kernel.resources, loop={kind: 4 * count for kind, count in kernel.resources.loop.items()})
-    plain = predict_us(one.spec, kernel.config, kernel.resources, AT_4096, H200)
-    assert predict_us(one.spec, kernel.config, fourfold, AT_4096, H200) == pytest.approx(plain)
+    plain = _us(one.spec, kernel.config, kernel.resources, AT_4096, H200)
+    assert _us(one.spec, kernel.config, fourfold, AT_4096, H200) == pytest.approx(plain)
 
 
 def _estimate(gpu: str, spec: Spec, resources: Resources, problem: Problem = AT_4096, config: Config = TILE) -> float:
-    return predict_us(spec, config, resources, problem, Gpu.named(gpu))
+    return _us(spec, config, resources, problem, Gpu.named(gpu))
 
 
 def test_newer_gpus_are_faster() -> None:
@@ -189,7 +198,7 @@ def test_tf32_lies_between_true_fp32_and_bf16() -> None:
     assert _estimate("a100", tf32, AMPERE) < 0.4 * _estimate("a100", Spec(dtype="fp32"), FP32, config=SMALL_TILE)
     one, kernel = _kernel("d128_bf16", 128, 128, 8, 3, 64, 1)
     problem = one.problems[-1]
-    half, whole = (predict_us(spec, kernel.config, kernel.resources, problem, H200) for spec in (tf32, one.spec))
+    half, whole = (_us(spec, kernel.config, kernel.resources, problem, H200) for spec in (tf32, one.spec))
     assert half > 1.5 * whole
 
 
@@ -242,11 +251,11 @@ def test_any_gpu_dtype_and_size(gpu: Gpu, causal: Causal) -> None:
                 previous = 0.0
                 for doubling in range(8):
                     size = 130 * 2**doubling
-                    both = predict_us(spec, config, resources, replace(base, seq_q=size, seq_kv=size), gpu)
+                    both = _us(spec, config, resources, replace(base, seq_q=size, seq_kv=size), gpu)
                     assert math.isfinite(both) and both > previous
                     previous = both
-                    heads = predict_us(spec, config, resources, replace(base, batch=2**doubling, heads=64), gpu)
-                    more = predict_us(spec, config, resources, replace(base, batch=2 ** (doubling + 1), heads=64), gpu)
+                    heads = _us(spec, config, resources, replace(base, batch=2**doubling, heads=64), gpu)
+                    more = _us(spec, config, resources, replace(base, batch=2 ** (doubling + 1), heads=64), gpu)
                     assert more >= heads > 0
 
 

@@ -40,7 +40,7 @@ SPEC = Spec(head_dim=64, head_dim_v=64, dtype="fp16")
 PROBLEMS = (Problem(4, 16, 16, 1024, 1024), Problem(1, 16, 16, 2048, 2048))
 REQUEST = Request(SPEC, PROBLEMS, A100, (TRITON_FWD,), "estimated", trials=3, budget_s=60.0)
 FAST, SLOW = variant(SPEC, 128, 64, 4, 3), variant(SPEC, 64, 32, 4, 2)
-NEEDS = Resources(32768, 128, 0, {})
+NEEDS = (Resources(32768, 128, 0, {}),)
 REJECTIONS = (
     *[Rejection("rule", "small tile", "block_q=16 reads K and V more often")] * 12,
     Rejection("compile", "compile: PTXASError", "ptxas died [/usr/bin/ptxas] on [bold]line[/] 7"),
@@ -188,7 +188,7 @@ def test_tables_are_not_squeezed_when_nobody_watches(capsys: pytest.CaptureFixtu
         assert any("small tile" in line and "reads K and V more often" in line for line in text.splitlines())
 
 
-GOOD = Row(SPEC, PROBLEMS[0], "flashgen", Measurement(100.4, 1.0, 30), 171.8, 25_000_000, None)
+GOOD = Row(SPEC, PROBLEMS[0], "forward", "flashgen", Measurement(100.4, 1.0, 30), 171.8, 25_000_000, None)
 ROWS = (
     GOOD,
     replace(GOOD, name="fa2", measurement=Measurement(80.0, 1.0, 30), tflops=214.7, extra_bytes=0),

@@ -173,7 +173,12 @@ def test_a_corrupt_file_warns_once_and_the_default_serves(tuned: Callable[..., P
 
 
 def test_unknown_families() -> None:
-    with pytest.raises(UnknownNameError, match="no kernel family is called 'triton_bwd'"):
+    with pytest.raises(UnknownNameError, match="no kernel family is called 'triton_bw'"):
+        _select(family="triton_bw")
+
+
+def test_families_of_another_op() -> None:
+    with pytest.raises(UnsupportedError, match="'triton_bwd' computes op='backward', but 'forward' is needed"):
         _select(family="triton_bwd")
 
 

@@ -92,7 +92,7 @@ def test_real_compiles_on_a_tiny_budget(compilers: Workers) -> None:
     for index, ranking in enumerate(outcome.rankings):
         assert {candidate.variant.config for candidate in ranking.best} == set(order)
         assert ranking.best[0].us(index) <= 1.005 * min(candidate.predicted[index] for candidate in ranking.best)
-        assert all(candidate.resources.shared > 0 and candidate.resources.registers > 0 for candidate in ranking.best)
+        assert all(used.shared > 0 and used.registers > 0 for candidate in ranking.best for used in candidate.resources)
     entries = outcome.entries(None)
     assert [(entry.method, entry.accuracy, entry.problem) for entry in entries] == [
         ("estimated", None, problem) for problem in PROBLEMS

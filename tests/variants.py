@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import hashlib
 
-import torch
-
-from flashgen.compile import compile_kernel, module_of
+from flashgen.compile import compile_kernel
 from flashgen.families import FAMILIES, Variant
-from flashgen.families.triton_bwd import TRITON_BWD
 from flashgen.hardware import Gpu
-from flashgen.resources import Resources, resources_of
 from flashgen.space import Config
-from flashgen.spec import TORCH_DTYPES, Spec
+from flashgen.spec import Spec
 
-TRITON_FWD = FAMILIES["triton_fwd"]
+TRITON_FWD, TRITON_BWD = FAMILIES["triton_fwd"], FAMILIES["triton_bwd"]
 
 
 def variant(
@@ -62,18 +58,6 @@ def backward(spec: Spec, dkdv: tuple[int, int, int, int], dq: tuple[int, int, in
 BACKWARD_GOLDEN = (
     backward(Spec("backward", 64, 64, "bf16", "bottom_right"), (64, 128, 8, 2), (128, 64, 8, 2)),
     backward(Spec("backward", 72, 40, "fp16"), (32, 128, 8, 3), (64, 32, 4, 2)),
+    # Wide heads: one sum after the other.
+    backward(Spec("backward", 256, 256, "bf16"), (32, 64, 4, 2), (64, 32, 4, 2)),
 )
-
-
-def backward_resources(which: int, gpu: Gpu) -> dict[str, Resources]:
-    """What the kernels of a backward golden file compile to, with the options that its `plan` gives them."""
-    golden = BACKWARD_GOLDEN[which]
-    q, o = (
-        torch.empty(1, 2, 64, width, dtype=TORCH_DTYPES[golden.spec.dtype], device="meta")
-        for width in (golden.spec.head_dim, golden.spec.head_dim_v)
-    )
-    launches = module_of(golden).plan(q, q, o, o, o, q, q, o)
-    return {
-        name: resources_of(compile_kernel(golden, gpu, kernel=name, options=options))
-        for name, _, _, options in launches
-    }

@@ -19,6 +19,7 @@ from flashgen.report import comparison_table, stderr_console, stdout_console
 
 
 @click.command("bench")
+@options.op_option
 @click.option("--head-dim", type=options.IntegerList(), default="64,128,256", show_default=True)
 @options.dtype_option
 @options.causal_option
@@ -51,8 +52,9 @@ def bench_command(as_json: bool, **given: Any) -> None:
         for seq in given["seq"]
     ]
     for spec, problem in work:
-        console.print(f"{spec.slug} {problem.batch} x {problem.seq_q}", style="dim")
-        rows += compare(spec, problem, names, given["rounds"])
+        found = compare(spec, problem, names, given["rounds"], given["op"])
+        console.print(f"{found[0].label} {problem.batch} x {problem.seq_q}", style="dim")
+        rows += found
     cost = host_cost() if given["host"] else None
     machine = {"gpu": gpu.label, "driver": driver_version(), "torch": torch.__version__}
     if as_json:

@@ -8,7 +8,7 @@ import click
 
 from flashgen.errors import InputError
 from flashgen.hardware import Gpu, current_gpu
-from flashgen.spec import MAX_HEAD_DIM, Causal, DType, Problem, Spec
+from flashgen.spec import MAX_HEAD_DIM, Causal, DType, Op, Problem, Spec
 
 # FlashAttention's benchmark set: 16,384 tokens, heads * head_dim = 2,048.
 TOKENS = 16384
@@ -65,6 +65,11 @@ class DTypes(click.ParamType[tuple[str, ...]]):
         return names
 
 
+OPS: dict[str, tuple[Op, ...]] = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "training": ("forward", "backward"),
+}
 CAUSAL_CHOICES = {"true": ("bottom_right",), "false": ("none",), "both": ("none", "bottom_right")}
 
 gpu_option = click.option(
@@ -75,6 +80,7 @@ head_dim_v_option = click.option(
     "--head-dim-v", type=click.IntRange(1, MAX_HEAD_DIM), help="Width of v and the output; default: --head-dim."
 )
 dtype_option = click.option("--dtype", type=DTypes(), help="fp16, bf16, fp32 or several; default: bf16.")
+op_option = click.option("--op", type=click.Choice(list(OPS)), default="forward", show_default=True)
 causal_option = click.option("--causal", type=click.Choice(list(CAUSAL_CHOICES)), default="both", show_default=True)
 heads_option = click.option("--heads", type=Heads(), help="Heads, or heads/kv_heads; default: 2048 / head_dim.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
@@ -86,15 +92,21 @@ def gpu_from(name: str) -> Gpu:
 
 
 def specs_from(
-    gpu: Gpu, head_dim: int, head_dim_v: int | None, dtypes: tuple[str, ...] | None, causal: str
+    gpu: Gpu,
+    head_dim: int,
+    head_dim_v: int | None,
+    dtypes: tuple[str, ...] | None,
+    causal: str,
+    op: str = "forward",
 ) -> list[Spec]:
     """Every spec that the options name."""
     if dtypes is None:
         dtypes = ("fp16",) if gpu.backend == "cuda" and gpu.sm < 80 else ("bf16",)
     return [
-        Spec(head_dim=head_dim, head_dim_v=head_dim_v or head_dim, dtype=cast(DType, dtype), causal=cast(Causal, mask))
+        Spec(each, head_dim, head_dim_v or head_dim, cast(DType, dtype), cast(Causal, mask))
         for dtype in dtypes
         for mask in CAUSAL_CHOICES[causal]
+        for each in OPS[op]
     ]
 
 

@@ -38,7 +38,7 @@ def list_command(gpu: str | None, as_json: bool) -> None:
     for target, path, entry in found:
         config = " ".join(f"{name}={value}" for name, value in entry.config.items())
         table.add_row(
-            target.name, entry.spec.slug, str(entry.bucket.seq_q), str(entry.bucket.seq_kv), entry.family,
+            target.name, entry.spec.label, str(entry.bucket.seq_q), str(entry.bucket.seq_kv), entry.family,
             config, f"{entry.time.median_us:.1f}", entry.method, escape(str(path)),
         )  # fmt: skip
     stdout_console().print(table)

@@ -19,11 +19,19 @@ from flashgen import store
 from flashgen.candidates import Method
 from flashgen.cli import options
 from flashgen.compile import require_triton
-from flashgen.errors import StoreError, TuneError
-from flashgen.families import FAMILIES, family_named
+from flashgen.errors import InputError, StoreError, TuneError
+from flashgen.families import Family, families_of, family_named
 from flashgen.hardware import Gpu, current_gpu, driver_version
 from flashgen.paths import user_dir
-from flashgen.report import outcome_to_plain, refusal_table, stderr_console, tune_progress, winners_tables
+from flashgen.report import (
+    outcome_to_plain,
+    refusal_table,
+    stderr_console,
+    training_table,
+    tune_progress,
+    winners_tables,
+)
+from flashgen.spec import Op
 from flashgen.tune import Outcome, Request, tune, warm_start
 from flashgen.workers import Workers
 
@@ -32,6 +40,7 @@ DEFAULT_BUDGET_S = {"measured": 600.0, "estimated": 45.0}
 
 @click.command("tune")
 @options.gpu_option
+@options.op_option
 @options.head_dim_option
 @options.head_dim_v_option
 @options.dtype_option
@@ -49,23 +58,33 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
     """Find the fastest kernel for a GPU and store it.
 
     With that GPU in this machine every candidate is checked and timed: `measured`. Without it, candidates are really
-    compiled for it and ranked by a model: `estimated`. Ctrl-C keeps what is done.
+    compiled for it and ranked by a model: `estimated`. Ctrl-C keeps what is done. `--op training` tunes forward and
+    backward: they share no choice, so the fastest of each are together the fastest.
     """
     require_triton()
     target = options.gpu_from(gpu)
-    families = (family_named(given["family"]),) if given["family"] else tuple(FAMILIES.values())
-    specs = options.specs_from(target, given["head_dim"], given["head_dim_v"], given["dtype"], given["causal"])
+    specs = options.specs_from(
+        target, given["head_dim"], given["head_dim_v"], given["dtype"], given["causal"], given["op"]
+    )
     problems = tuple(options.problem_from(length, given["heads"], given["head_dim"]) for length in seq)
     method = method_for(target)
     path = output_path(target, given["output"])
     budget = given["budget"] or DEFAULT_BUDGET_S[method]
     requests = [
         Request(
-            spec, problems, target, families, method, given["trials"], budget, given["seed"], not given["fresh"],
-            warm_start(spec, target),
+            spec=spec,
+            problems=problems,
+            gpu=target,
+            families=_families(spec.op, given["family"]),
+            method=method,
+            trials=given["trials"],
+            budget_s=budget,
+            seed=given["seed"],
+            resume=not given["fresh"],
+            first=warm_start(spec, target),
         )
         for spec in specs
-    ]  # fmt: skip
+    ]
     console = stderr_console()
     console.print(f"[bold]{target.label}[/] ({target.arch}): {method}, {len(specs)} specs, budget {budget:.0f} s")
     outcomes = _run(requests, budget, path, console)
@@ -74,10 +93,12 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
     else:
         for table in winners_tables([outcome for outcome in outcomes if outcome.entries(None)]):
             console.print(table)
+        if given["op"] == "training":
+            console.print(training_table(outcomes))
         console.print(refusal_table(outcomes))
     without = [outcome for outcome in outcomes if not outcome.entries(None)]
     if without:
-        names = ", ".join(outcome.request.spec.slug for outcome in without)
+        names = ", ".join(outcome.request.spec.label for outcome in without)
         failure = f"no candidate is usable for {names} on {target.name}: {_reasons(without)}."
         if len(without) == len(outcomes):
             raise TuneError(failure)
@@ -85,6 +106,15 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
     click.echo(f"Stored in {path}", err=True)
     if method == "estimated":
         click.echo(f"Nothing ran: {target.name} is not in this machine. Tune there to replace the estimates.", err=True)
+
+
+def _families(op: Op, name: str | None) -> tuple[Family, ...]:
+    if name is None:
+        return families_of(op)
+    family = family_named(name)
+    if family.op != op:
+        raise InputError(f"family {name!r} computes the {family.op}: pass --op {family.op}, or leave --family out.")
+    return (family,)
 
 
 def method_for(gpu: Gpu) -> Method:

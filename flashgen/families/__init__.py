@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from flashgen.errors import UnknownNameError, did_you_mean
 from flashgen.families.family import Family, Variant
+from flashgen.families.triton_bwd import TRITON_BWD
 from flashgen.families.triton_fwd import TRITON_FWD
+from flashgen.spec import Op
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (TRITON_FWD,)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (TRITON_FWD, TRITON_BWD)}
+
+
+def families_of(op: Op) -> tuple[Family, ...]:
+    """The families that compute this, in the order in which defaults are looked for."""
+    return tuple(family for family in FAMILIES.values() if family.op == op)
 
 
 def family_named(name: str) -> Family:
@@ -20,4 +27,4 @@ def family_named(name: str) -> Family:
     return FAMILIES[name]
 
 
-__all__ = ["FAMILIES", "Family", "Variant", "family_named"]
+__all__ = ["FAMILIES", "Family", "Variant", "families_of", "family_named"]

@@ -4,10 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rejection, Rule, Space, config_from, first_broken
 from flashgen.spec import Op, Spec
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel goes through its work: what one block keeps, and what streams past it.
+
+    Attributes:
+        kernel: its name in the generated file.
+        stays: "q" when rows stay and keys stream, "kv" the other way round.
+        block, step: lengths of what stays and of what streams at a time.
+        num_warps, num_stages: its launch options.
+        width: multiply-adds for one pair of row and key: the products' inner or outer widths, added up.
+        resident: that part of it whose first operand lies in shared memory; the others' are registers.
+        kept: width of the fp32 accumulators.
+    """
+
+    kernel: str
+    stays: Literal["q", "kv"]
+    block: int
+    step: int
+    num_warps: int
+    num_stages: int
+    width: int
+    resident: int
+    kept: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +47,9 @@ class Family:
         rules: constraints with reasons, cheap ones first; the one list for space, tuner, store and dispatcher.
         default: a config that obeys the rules for (spec, gpu), for when nobody tuned.
         shared_memory: (low, high) bytes of shared memory that the compiled kernel will need; low is certain.
+        tiles: for each loop of each kernel how it goes through the work; for the model.
+        kernels: names of the kernels in the generated file, in the order in which they are launched.
+        derived: what else the template may name, where its structure depends on more than a spec says.
     """
 
     name: str
@@ -29,6 +58,9 @@ class Family:
     rules: tuple[Rule, ...]
     default: Callable[[Spec, Gpu], Config]
     shared_memory: Callable[[Spec, Config, Gpu], tuple[int, int]]
+    tiles: Callable[[Spec, Config], tuple[Tile, ...]]
+    kernels: tuple[str, ...] = ("kernel",)
+    derived: Callable[[Spec], Mapping[str, object]] = lambda spec: {}
 
     def __reduce__(self) -> tuple[Callable[[str], Family], tuple[str]]:
         """Families travel to child processes by name, so that a process has one object of each."""

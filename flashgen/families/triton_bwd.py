@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Literal
 
-from flashgen.families.family import Family
-from flashgen.families.triton_fwd import capability_rule, has_warpgroups
+from flashgen.families.family import Family, Tile
+from flashgen.families.triton_fwd import capability_rule, has_warpgroups, plain_products
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
 from flashgen.spec import Spec
@@ -23,32 +24,41 @@ CHOICES = {
 }
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """What one of the two kernels holds: a block stays, blocks along the other length stream past it.
+def passes(spec: Spec) -> tuple[tuple[str, ...], ...]:
+    """Which sums dkdv collects at once.
 
-    Attributes:
-        name: "dkdv", whose keys stay while rows stream, or "dq", the other way round.
-        block: length of what stays: two tiles, and the accumulators.
-        step: length of what streams: two tiles again.
-        num_warps, num_stages: its launch options.
+    Those of wide heads one after the other: that is eight products instead of seven, but the accumulators of both
+    spill in every tile, which made them seven times slower on an H200 than narrower heads.
     """
-
-    name: str
-    block: int
-    step: int
-    num_warps: int
-    num_stages: int
+    return (("dk", "dv"),) if spec.block_d + spec.block_dv <= 256 else (("dv",), ("dk",))
 
 
-def _tiles(config: Config) -> tuple[_Tile, _Tile]:
-    def tile(name: str, block: str, step: str) -> _Tile:
-        return _Tile(name, *(config[f"{name}_{key}"] for key in (block, step, "num_warps", "num_stages")))
+def _tiles(kernel: str, spec: Spec, block: int, step: int, num_warps: int, num_stages: int) -> tuple[Tile, ...]:
+    """The loops of one kernel: "dkdv", whose keys stay while rows stream, or "dq", the other way round."""
+    d, dv = spec.block_d, spec.block_dv
 
-    return tile("dkdv", "block_kv", "block_q"), tile("dq", "block_q", "block_kv")
+    def tile(width: int, resident: int, kept: int) -> Tile:
+        stays: Literal["q", "kv"] = "q" if kernel == "dq" else "kv"
+        return Tile(f"{kernel}_kernel", stays, block, step, num_warps, num_stages, width, resident, kept)
+
+    if kernel == "dq":
+        return (tile(2 * d + dv, d + dv, d),)
+    if len(passes(spec)) == 1:
+        return (tile(2 * d + 2 * dv, d + dv, d + dv),)
+    return tile(d + dv, d, dv), tile(2 * d + dv, d + dv, d)
 
 
-def _shared_memory(tile: _Tile, spec: Spec, gpu: Gpu) -> tuple[int, int]:
+def tiles(spec: Spec, config: Config) -> tuple[Tile, ...]:
+    """Every loop of the two kernels; that of delta multiplies no matrices."""
+
+    def of(kernel: str, block: str, step: str) -> tuple[Tile, ...]:
+        numbers = (config[f"{kernel}_{key}"] for key in (block, step, "num_warps", "num_stages"))
+        return _tiles(kernel, spec, *numbers)
+
+    return of("dkdv", "block_kv", "block_q") + of("dq", "block_q", "block_kv")
+
+
+def _shared_memory(tile: Tile, spec: Spec, gpu: Gpu) -> tuple[int, int]:
     """(low, high) bytes of one kernel.
 
     Fitted to compiled kernels as the forward's: what stays, then what streams in as many buffers as the pipeliner
@@ -59,26 +69,27 @@ def _shared_memory(tile: _Tile, spec: Spec, gpu: Gpu) -> tuple[int, int]:
     # P and dS change layout between products, what is not pipelined as well; log-sum-exp and delta stream along.
     scores = 2 * tile.block * tile.step * spec.element_bytes + 8 * stages * tile.step
     scores += step // 2 if stages == 1 else 0
-    if spec.dtype == "fp32" or gpu.backend == "hip" or gpu.sm < 80:
+    if gpu.backend == "hip" or plain_products(spec, gpu):
         # Products without tensor cores and machines without cp.async: only compiling tells.
         return 0, block + stages * step + scores
     if has_warpgroups(gpu) and tile.block >= 64:
-        return block + (stages * step if stages > 1 else step // 2), block + stages * step + scores
+        barriers = 1024 if gpu.sm >= 100 else 0  # Blackwell's, as in the forward
+        return block + (stages * step if stages > 1 else step // 2), block + stages * step + scores + barriers
     return block + (stages - 1) * step, block + max(stages - 1, 1) * step + scores
 
 
 def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
     """(low, high) bytes of shared memory of the kernel that needs most."""
-    lows, highs = zip(*(_shared_memory(tile, spec, gpu) for tile in _tiles(config)), strict=True)
+    lows, highs = zip(*(_shared_memory(tile, spec, gpu) for tile in tiles(spec, config)), strict=True)
     return max(lows), max(highs)
 
 
-def _fits(tile: _Tile, spec: Spec, gpu: Gpu) -> bool:
+def _fits(tile: Tile, spec: Spec, gpu: Gpu) -> bool:
     """Whether a tile is sure to find shared memory, so that smaller ones have nothing to offer."""
-    return spec.dtype != "fp32" and _shared_memory(tile, spec, gpu)[1] <= gpu.shared_per_block
+    return not plain_products(spec, gpu) and _shared_memory(tile, spec, gpu)[1] <= gpu.shared_per_block
 
 
-def _stages_broken(tile: _Tile, spec: Spec, gpu: Gpu) -> str | None:
+def _stages_broken(tile: Tile, spec: Spec, gpu: Gpu) -> str | None:
     if gpu.backend == "cuda" and gpu.sm < 80:
         if tile.num_stages > 2:
             return f"{gpu.arch} has no asynchronous copies, so num_stages={tile.num_stages} cannot pipeline; use 1 or 2"
@@ -87,14 +98,14 @@ def _stages_broken(tile: _Tile, spec: Spec, gpu: Gpu) -> str | None:
     return None
 
 
-def _warps_broken(tile: _Tile, spec: Spec, gpu: Gpu) -> str | None:
+def _warps_broken(tile: Tile, spec: Spec, gpu: Gpu) -> str | None:
     """Compilers give each warp at least 16 rows of products that feed others; more warps repeat each other's work."""
     if tile.num_warps * 16 > max(tile.block, 64):
         return f"num_warps={tile.num_warps} exceeds the block's {tile.block} rows / 16"
     return None
 
 
-def _tile_broken(tile: _Tile, spec: Spec, gpu: Gpu) -> str | None:
+def _tile_broken(tile: Tile, spec: Spec, gpu: Gpu) -> str | None:
     """Small tiles read the other tensors more often and fill no matrix instruction: only where nothing larger fits."""
     if tile.block < 64 and _fits(replace(tile, block=64, step=32, num_stages=2), spec, gpu):
         return f"a block of {tile.block} reads what streams more often than one of 64, for which there is room"
@@ -103,29 +114,28 @@ def _tile_broken(tile: _Tile, spec: Spec, gpu: Gpu) -> str | None:
     return None
 
 
-def _registers(tile: _Tile, spec: Spec, gpu: Gpu) -> int:
+def _registers(tile: Tile, gpu: Gpu) -> int:
     """fp32 values a thread keeps: P, dP and the accumulators."""
-    accumulators = spec.block_d + (spec.block_dv if tile.name == "dkdv" else 0)
     lanes = 32 if gpu.backend == "cuda" else 64
-    return max(tile.block // tile.num_warps, 16) * (accumulators + 2 * tile.step) // lanes
+    return max(tile.block // tile.num_warps, 16) * (tile.kept + 2 * tile.step) // lanes
 
 
-def _registers_broken(tile: _Tile, spec: Spec, gpu: Gpu) -> str | None:
+def _registers_broken(tile: Tile, spec: Spec, gpu: Gpu) -> str | None:
     """A thread has 255 registers, and what exceeds them spills to memory; the widest heads spill in every tile."""
-    need = _registers(tile, spec, gpu)
-    if need > max(255, _registers(replace(tile, block=64, step=32, num_warps=4), spec, gpu)):
+    need = _registers(tile, gpu)
+    if need > max(255, _registers(replace(tile, block=64, step=32, num_warps=4), gpu)):
         return f"keeps {need} fp32 values a thread in registers, where 255 fit"
     return None
 
 
-def _shared_memory_broken(tile: _Tile, spec: Spec, gpu: Gpu) -> str | None:
+def _shared_memory_broken(tile: Tile, spec: Spec, gpu: Gpu) -> str | None:
     low, _ = _shared_memory(tile, spec, gpu)
     if low > gpu.shared_per_block:
         return f"needs at least {low} bytes of shared memory, {gpu.name} allows {gpu.shared_per_block}"
     return None
 
 
-_TILE_RULES: dict[str, Callable[[_Tile, Spec, Gpu], str | None]] = {
+_TILE_RULES: dict[str, Callable[[Tile, Spec, Gpu], str | None]] = {
     "stages": _stages_broken,
     "warps": _warps_broken,
     "small tile": _tile_broken,
@@ -138,14 +148,15 @@ def _rule(kind: str) -> Rule:
     """One constraint on each of the two kernels; the reason names the kernel."""
 
     def broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
-        reasons = ((tile.name, _TILE_RULES[kind](tile, spec, gpu)) for tile in _tiles(config))
-        return next((f"{name}: {reason}" for name, reason in reasons if reason is not None), None)
+        reasons = ((tile.kernel, _TILE_RULES[kind](tile, spec, gpu)) for tile in tiles(spec, config))
+        return next((f"{kernel}: {reason}" for kernel, reason in reasons if reason is not None), None)
 
     return Rule(kind, broken)
 
 
 # (block, step, num_warps, num_stages), best first. The last, for fp32 and little shared memory, fits anywhere.
 _DEFAULTS = (
+    (128, 64, 8, 3),
     (128, 64, 8, 2),
     (128, 32, 8, 2),
     (64, 64, 4, 2),
@@ -155,33 +166,29 @@ _DEFAULTS = (
     (16, 16, 4, 2),
     (16, 16, 4, 1),
 )
-# Registers that a default may need: addresses and 16-bit P and dS take the others.
-_DEFAULT_REGISTERS = 160
+# Registers that a default may need: addresses and 16-bit P and dS take the others. Warpgroup instructions read their
+# operands from shared memory: with them the best tile of head_dim 128 on an H200 needs 192.
+_DEFAULT_REGISTERS, _DEFAULT_WARPGROUP_REGISTERS = 160, 192
 
 
-def _default_tile(name: str, spec: Spec, gpu: Gpu) -> _Tile:
-    for numbers in _DEFAULTS[4:] if spec.dtype == "fp32" else _DEFAULTS:
-        tile = _Tile(name, *numbers)
-        fits = _shared_memory(tile, spec, gpu)[1] <= gpu.shared_per_block
-        lean = tile.block < 128 or _registers(tile, spec, gpu) <= _DEFAULT_REGISTERS
-        if fits and lean and all(broken(tile, spec, gpu) is None for broken in _TILE_RULES.values()):
+def _default_numbers(kernel: str, spec: Spec, gpu: Gpu) -> tuple[int, int, int, int]:
+    most = _DEFAULT_WARPGROUP_REGISTERS if has_warpgroups(gpu) else _DEFAULT_REGISTERS
+    # Without tensor cores operands live in registers too: the first of these that spill little for sm_75 and for fp32.
+    small = 6 if spec.block_d + spec.block_dv <= 128 else 7
+    for numbers in _DEFAULTS[small if plain_products(spec, gpu) else 0 :]:
+        loops = _tiles(kernel, spec, *numbers)
+        fit = all(_shared_memory(tile, spec, gpu)[1] <= gpu.shared_per_block for tile in loops)
+        lean = all(tile.block < 128 or _registers(tile, gpu) <= most for tile in loops)
+        if fit and lean and not any(broken(tile, spec, gpu) for broken in _TILE_RULES.values() for tile in loops):
             break
-    return tile
+    return numbers
 
 
 def default(spec: Spec, gpu: Gpu) -> Config:
     """For each kernel the largest of a few tiles that obeys the rules and is sure to fit into shared memory."""
-    dkdv, dq = _default_tile("dkdv", spec, gpu), _default_tile("dq", spec, gpu)
-    return Config(
-        dkdv_block_q=dkdv.step,
-        dkdv_block_kv=dkdv.block,
-        dkdv_num_warps=dkdv.num_warps,
-        dkdv_num_stages=dkdv.num_stages,
-        dq_block_q=dq.block,
-        dq_block_kv=dq.step,
-        dq_num_warps=dq.num_warps,
-        dq_num_stages=dq.num_stages,
-    )
+    dkdv_block, dkdv_step, *dkdv = _default_numbers("dkdv", spec, gpu)
+    dq_block, dq_step, *dq = _default_numbers("dq", spec, gpu)
+    return Config(**dict(zip(CHOICES, (dkdv_step, dkdv_block, *dkdv, dq_block, dq_step, *dq), strict=True)))
 
 
 RULES = (Rule("capability", capability_rule), *map(_rule, _TILE_RULES))
@@ -193,4 +200,7 @@ TRITON_BWD = Family(
     rules=RULES,
     default=default,
     shared_memory=shared_memory,
+    tiles=tiles,
+    kernels=("delta_kernel", "dkdv_kernel", "dq_kernel"),
+    derived=lambda spec: {"passes": passes(spec)},
 )

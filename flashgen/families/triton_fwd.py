@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.families.family import Family
+from flashgen.families.family import Family, Tile
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
 from flashgen.spec import Spec
@@ -40,7 +40,7 @@ def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
     q = block_q * spec.block_d * element
     kv = block_kv * (spec.block_d + spec.block_dv) * element
     p = block_q * block_kv * element
-    if gpu.backend == "hip" or _plain_products(spec, gpu):
+    if gpu.backend == "hip" or plain_products(spec, gpu):
         # Without tensor cores or without cp.async only compiling tells.
         return 0, q + stages * kv + block_q * (block_kv + 1) * 4
     if _uses_wgmma(config, gpu):
@@ -68,7 +68,7 @@ def capability_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     return None
 
 
-def _plain_products(spec: Spec, gpu: Gpu) -> bool:
+def plain_products(spec: Spec, gpu: Gpu) -> bool:
     """Products without tensor cores: fp32, and everything on Turing, for which Triton emits plain multiply-adds."""
     return spec.dtype == "fp32" or (gpu.backend == "cuda" and gpu.sm < 80)
 
@@ -76,7 +76,7 @@ def _plain_products(spec: Spec, gpu: Gpu) -> bool:
 def _fits(spec: Spec, gpu: Gpu, block_q: int, block_kv: int, num_stages: int) -> bool:
     """Whether a tile is sure to find shared memory, so that smaller ones have nothing to offer."""
     config = Config(block_q=block_q, block_kv=block_kv, num_warps=4, num_stages=num_stages)
-    return not _plain_products(spec, gpu) and shared_memory(spec, config, gpu)[1] <= gpu.shared_per_block
+    return not plain_products(spec, gpu) and shared_memory(spec, config, gpu)[1] <= gpu.shared_per_block
 
 
 def _stages_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
@@ -126,7 +126,7 @@ _SMALL_TILES = ((32, 32, 4, 2), (16, 32, 4, 2), (16, 32, 2, 1), (16, 16, 4, 2), 
 
 
 def _tiles(spec: Spec, gpu: Gpu) -> tuple[tuple[int, int, int, int], ...]:
-    if _plain_products(spec, gpu):
+    if plain_products(spec, gpu):
         # Operands live in registers too: the first of these that did not spill for sm_75 and for fp32.
         width = spec.block_d + spec.block_dv
         return _SMALL_TILES[0 if width <= 128 else 1 if width <= 384 else 3 :]
@@ -142,6 +142,23 @@ def default(spec: Spec, gpu: Gpu) -> Config:
         if fits and all(rule.broken(spec, config, gpu) is None for rule in RULES):
             break
     return config
+
+
+def tiles(spec: Spec, config: Config) -> tuple[Tile, ...]:
+    """Rows stay, keys stream."""
+    return (
+        Tile(
+            kernel="kernel",
+            stays="q",
+            block=config["block_q"],
+            step=config["block_kv"],
+            num_warps=config["num_warps"],
+            num_stages=config["num_stages"],
+            width=spec.block_d + spec.block_dv,
+            resident=spec.block_d,
+            kept=spec.block_dv,
+        ),
+    )
 
 
 RULES = (
@@ -160,4 +177,5 @@ TRITON_FWD = Family(
     rules=RULES,
     default=default,
     shared_memory=shared_memory,
+    tiles=tiles,
 )

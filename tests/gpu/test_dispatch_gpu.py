@@ -9,7 +9,8 @@ import torch
 
 import flashgen
 from flashgen import launch
-from flashgen.check import max_error, strided_like
+from flashgen.cases import strided_like
+from flashgen.check import max_error
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.reference import plain_attention
 

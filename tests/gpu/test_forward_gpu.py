@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from flashgen.check import Accuracy, Case, check, max_error
+from flashgen.cases import Case
+from flashgen.check import Accuracy, check, max_error
 from flashgen.families import FAMILIES, Family, Variant
 from flashgen.hardware import current_gpu
 from flashgen.launch import launcher

@@ -1,0 +1,93 @@
+"""`flashgen.attention`: autocast, then straight to the kernel, or by the operator that autograd and tracers know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.autograd import Attention
+from flashgen.dispatch import attend
+from flashgen.errors import UnsupportedError
+from flashgen.spec import DTYPE_NAMES
+from flashgen.tensors import CPU_DTYPES, as_autocast, causal_from, check_scale, check_tensors, from_tensors, has_memory
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    family: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale) v, by the fastest kernel known for this GPU; for CPU tensors, up to fp64, in plain torch.
+
+    Args:
+        q: [batch, heads, seq_q, head_dim], any strides; fp16, bf16 or fp32.
+        k: [batch, kv_heads, seq_kv, head_dim]; query head h reads key head h // (heads // kv_heads).
+        v: [batch, kv_heads, seq_kv, head_dim_v].
+        causal: True or "bottom_right" shows row i the keys j <= i + (seq_kv - seq_q); "top_left" j <= i.
+        scale: multiplies the scores; default head_dim ** -0.5. Used as given: 0, negative, any that fp32 can hold.
+        layout: "bshd" for tensors [batch, seq, heads, head_dim]; the output has the inputs' layout.
+        return_lse: return (output, lse) with the natural log-sum-exp of the scores, fp32 [batch, heads, seq_q].
+        family: run this kernel family or raise; None chooses, and `flashgen.explain` says how.
+
+    Returns:
+        [batch, heads, seq_q, head_dim_v] in the inputs' dtype, or autocast's. A row that sees no key is 0 and its lse
+        -inf. Both results are differentiable, once; gradients are bitwise repeatable.
+
+    Raises:
+        InputError: the arguments do not fit together.
+        UnsupportedError: no kernel does this.
+    """
+    try:
+        device = "cuda" if q.is_cuda else q.device.type
+        if device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
+            q, k, v = (as_autocast(tensor, device) for tensor in (q, k, v))
+        wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    except AttributeError:
+        from_tensors(q, k, v, causal=causal, layout=layout)  # not tensors: validation says which
+        raise
+    if device == "cuda" and not wants_grad and not torch.compiler.is_compiling():
+        try:
+            return attend(q, k, v, causal, scale, layout, return_lse, family)
+        except RuntimeError:
+            if has_memory(q, k, v):
+                raise
+    return _by_operator(q, k, v, causal, scale, layout, return_lse, family, wants_grad)
+
+
+def _by_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    scale: float | None,
+    layout: str,
+    return_lse: bool,
+    family: str | None,
+    wants_grad: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Calls that are differentiated, traced, mapped or on the CPU: one operator, which torch sees as a whole."""
+    mask = causal_from(causal)
+    # Symbolic sizes are nothing to judge: when it is traced, the operator validates as it runs.
+    if not torch.compiler.is_compiling():
+        check_tensors(q, k, v, layout, DTYPE_NAMES if q.is_cuda else CPU_DTYPES)
+        check_scale(scale, q.dtype)
+        _check_device(q.device, family)
+    # The operator alone serves tracers; torch.func.grad knows only autograd functions.
+    operator: Any = Attention.apply if wants_grad and not torch.compiler.is_compiling() else torch.ops.flashgen.forward
+    out, lse = operator(q, k, v, mask, scale, layout, return_lse or wants_grad, family)
+    return (out, lse) if return_lse else out
+
+
+def _check_device(device: torch.device, family: str | None) -> None:
+    if device.type not in ("cuda", "cpu", "meta"):
+        raise UnsupportedError(f"flashgen runs on CUDA and CPU tensors, but got {device}. Move them to one of these.")
+    if family is not None and device.type == "cpu":
+        raise UnsupportedError(f"family={family!r} runs on a GPU, but the tensors are on the CPU. Leave family out.")

@@ -1,0 +1,127 @@
+"""Gradients of attention: the backward kernels on a GPU, by a cached plan as in dispatch; plain torch on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flashgen.cpu import gradients_on_cpu
+from flashgen.tensors import (
+    MAX_SCALE,
+    MIN_SCALE,
+    empty_gradient,
+    from_tensors,
+    positive_scale,
+    tf32_allowed,
+    with_contiguous_rows,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from flashgen.select import Selection
+
+MAX_PLANS = 8192
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one kind of backward call needs: `bound` is None when nothing depends on anything."""
+
+    selection: Selection
+    bound: Callable[..., None] | None
+    workspace: int
+
+
+_plans: dict[tuple[object, ...], Plan] = {}
+
+
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    causal: str,
+    scale: float | None,
+    layout: str,
+) -> Gradients:
+    """dq, dk and dv of one call of attention, each in its tensor's dtype and memory order, bitwise repeatable.
+
+    Args:
+        q, k, v, causal, scale, layout: as the forward was called with; causal is a Spec's.
+        o, lse: what it returned.
+        do: gradient of o, any strides, stride 0 included.
+        dlse: gradient of lse [batch, heads, seq_q]; None is zero.
+
+    Raises:
+        UnsupportedError: no kernel does this.
+    """
+    if not q.is_cuda:
+        return gradients_on_cpu(q, k, v, o, lse, do, dlse, causal, scale, layout)
+    if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
+        return _without_a_positive_scale(q, k, v, o, lse, do, dlse, causal, scale, layout)
+    q, k, v, o, do = (with_contiguous_rows(tensor) for tensor in (q, k, v, o, do))
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
+    tensors = (q, k, v, o, do)
+    pointers = [tensor.data_ptr() & 15 for tensor in tensors]
+    key = (
+        *(tensor.shape for tensor in (q, k, v)), *(tensor.stride() for tensor in tensors), *pointers,
+        q.dtype, q.device, causal, layout, q.dtype is torch.float32 and tf32_allowed(),
+    )  # fmt: skip
+    results = (empty_gradient(q), empty_gradient(k), empty_gradient(v))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plan(key, (*tensors, *results), causal, layout)
+    if plan.bound is None:
+        return results[0].zero_(), results[1].zero_(), results[2].zero_()
+    workspace = torch.empty(plan.workspace, dtype=torch.float32, device=q.device)
+    plan.bound(q, k, v, o, lse, do, dlse, *results, workspace, q.shape[3] ** -0.5 if scale is None else scale)
+    return results
+
+
+def forget() -> None:
+    """Drop all plans."""
+    _plans.clear()
+
+
+def _plan(key: tuple[object, ...], tensors: tuple[Tensor, ...], causal: str, layout: str) -> Plan:
+    # Imported here: rendering and reading YAML are for the first call of a kind, not for `import flashgen`.
+    from flashgen.launch import workspace_size
+    from flashgen.plans import as_bhsd, select_and_bind
+
+    q, k, v, *_ = tensors
+    spec, problem = from_tensors(q, k, v, causal=False if causal == "none" else causal, layout=layout)
+    views = as_bhsd(layout, *tensors)
+    selection, bound, keep = select_and_bind(replace(spec, op="backward"), problem, None, views)
+    plan = Plan(selection, bound, workspace_size(selection.variant, views[0]) if bound is not None else 0)
+    if keep:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _without_a_positive_scale(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    causal: str,
+    scale: float,
+    layout: str,
+) -> Gradients:
+    """The kernels need a positive scale: the scores are those of another q, whose gradient is turned back."""
+    other, positive = positive_scale(q, scale)
+    dq, dk, dv = gradients(other, k, v, o, lse, do, dlse, causal, positive, layout)
+    return (dq.zero_() if scale == 0 else -dq), dk, dv

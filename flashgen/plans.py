@@ -1,0 +1,58 @@
+"""The slow half of a plan: choose a variant for a call and bind its kernels to the call's layout."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flashgen.errors import UnsupportedError
+from flashgen.hardware import gpu_of
+from flashgen.launch import bind
+from flashgen.select import Selection, give_up, select
+from flashgen.spec import Problem, Spec
+
+_planning = threading.Lock()
+
+
+def select_and_bind(
+    spec: Spec, problem: Problem, family: str | None, views: Sequence[Tensor]
+) -> tuple[Selection, Callable[..., None] | None, bool]:
+    """Choose, compile and bind; a tuned variant that this machine cannot compile or load gives way to the default.
+
+    Args:
+        spec, problem: the call's.
+        family: only this kernel family, or an error; None chooses.
+        views: what the kernels are bound to (flashgen.launch.LAID_OUT), as [batch, heads, seq, head_dim].
+
+    Returns:
+        the selection; the bound kernels, None where there is nothing to compute; and whether both hold for later calls.
+
+    Raises:
+        UnsupportedError: no kernel does this.
+    """
+    with _planning:
+        # A capture must not read files; what is chosen then without them is not kept for later.
+        capturing = torch.cuda.is_current_stream_capturing()
+        selection = select(spec, problem, gpu_of(views[0].device.index), family, read_files=not capturing)
+        if any(view.numel() == 0 for view in views):
+            return selection, None, not capturing
+        try:
+            bound = bind(selection.variant, *views)
+        except UnsupportedError:
+            raise
+        except Exception as error:  # whatever a compiler does with a config that was tuned under another version
+            if selection.method == "default":
+                raise
+            selection = give_up(selection, spec, family, f"{type(error).__name__}: {error}")
+            warnings.warn(f"{selection.notes[0]}. Using {selection.variant.slug}. Tune again.", stacklevel=4)
+            bound = bind(selection.variant, *views)
+        return selection, bound, not capturing
+
+
+def as_bhsd(layout: str, *tensors: Tensor) -> list[Tensor]:
+    """Views [batch, heads, seq, head_dim] of tensors in either layout."""
+    return [tensor if layout == "bhsd" else tensor.transpose(1, 2) for tensor in tensors]
