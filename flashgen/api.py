@@ -6,12 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashgen.autograd import Attention
 from flashgen.dispatch import attend
-from flashgen.errors import UnsupportedError
 from flashgen.spec import DTYPE_NAMES
-from flashgen.tensors import CPU_DTYPES, as_autocast, causal_from, check_scale, check_tensors, from_tensors, has_memory
+from flashgen.tensors import (
+    CPU_DTYPES,
+    as_autocast,
+    causal_from,
+    check_device,
+    check_scale,
+    check_tensors,
+    from_tensors,
+    has_memory,
+)
 
 
 def attention(
@@ -50,6 +59,8 @@ def attention(
         if device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
             q, k, v = (as_autocast(tensor, device) for tensor in (q, k, v))
         wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        # Forward-mode differentiation marks no tensor; whoever has no rule for it must say so.
+        wants_grad = wants_grad or forward_ad._current_level >= 0
     except AttributeError:
         from_tensors(q, k, v, causal=causal, layout=layout)  # not tensors: validation says which
         raise
@@ -79,15 +90,8 @@ def _by_operator(
     if not torch.compiler.is_compiling():
         check_tensors(q, k, v, layout, DTYPE_NAMES if q.is_cuda else CPU_DTYPES)
         check_scale(scale, q.dtype)
-        _check_device(q.device, family)
+        check_device(q.device, family)
     # The operator alone serves tracers; torch.func.grad knows only autograd functions.
     operator: Any = Attention.apply if wants_grad and not torch.compiler.is_compiling() else torch.ops.flashgen.forward
     out, lse = operator(q, k, v, mask, scale, layout, return_lse or wants_grad, family)
     return (out, lse) if return_lse else out
-
-
-def _check_device(device: torch.device, family: str | None) -> None:
-    if device.type not in ("cuda", "cpu", "meta"):
-        raise UnsupportedError(f"flashgen runs on CUDA and CPU tensors, but got {device}. Move them to one of these.")
-    if family is not None and device.type == "cpu":
-        raise UnsupportedError(f"family={family!r} runs on a GPU, but the tensors are on the CPU. Leave family out.")

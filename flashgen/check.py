@@ -162,7 +162,13 @@ def check(launch: Launch, spec: Spec, device: str, cases: Sequence[Case] = CASES
 def _run(launch: Launch, spec: Spec, prepared: Prepared) -> list[Tensor]:
     """The results of one launch, each written over NaN, a strided one in memory of yet another order."""
     results = [
-        torch.full_like(each.value, torch.nan, dtype=torch.float32 if each.name == "lse" else prepared.inputs[0].dtype)
+        # Contiguous, whatever order autograd gave the true values.
+        torch.full(
+            each.value.shape,
+            torch.nan,
+            dtype=torch.float32 if each.name == "lse" else prepared.inputs[0].dtype,
+            device=each.value.device,
+        )
         for each in prepared.expected
     ]
     if prepared.case.strided:

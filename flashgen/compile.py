@@ -186,10 +186,12 @@ def judge(variant: Variant, gpu: Gpu, outcome: tuple[Resources, ...] | Failure) 
     """Why a compiled candidate is not worth running, or None."""
     if isinstance(outcome, Failure):
         return Rejection("compile", f"compile: {outcome.kind}", f"does not compile for {gpu.arch}: {outcome.reason}")
-    for kernel, used in zip(variant.family.kernels, outcome, strict=True):
+    kernels = variant.family.kernels
+    for kernel, used in zip(kernels, outcome, strict=True):
+        who = f"{kernel} " if len(kernels) > 1 else ""
         if used.shared > gpu.shared_per_block:
-            reason = f"{kernel} uses {used.shared} bytes of shared memory, {gpu.name} allows {gpu.shared_per_block}"
+            reason = f"{who}uses {used.shared} bytes of shared memory, {gpu.name} allows {gpu.shared_per_block}"
             return Rejection("resources", "shared memory", reason)
         if used.stack > MAX_STACK[variant.spec.op]:
-            return Rejection("resources", "spills", f"{kernel} spills {used.stack} bytes of registers a thread")
+            return Rejection("resources", "spills", f"{who}spills {used.stack} bytes of registers a thread")
     return None

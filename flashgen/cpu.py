@@ -12,16 +12,15 @@ from flashgen.reference import tiled_attention, tiled_backward
 from flashgen.tensors import empty_gradient, empty_output
 
 
-@torch.autocast("cpu", enabled=False)
 def attend_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float | None, layout: str
 ) -> tuple[Tensor, Tensor]:
     """(o, lse), arguments as for `flashgen.attention`; `causal` is a Spec's."""
-    result, lse = tiled_attention(*(_turned(layout, each) for each in (q, k, v)), causal=causal, scale=scale)
+    with torch.autocast("cpu", enabled=False):
+        result, lse = tiled_attention(*(_turned(layout, each) for each in (q, k, v)), causal=causal, scale=scale)
     return empty_output(q, v).copy_(_turned(layout, result)), lse
 
 
-@torch.autocast("cpu", enabled=False)
 def gradients_on_cpu(
     q: Tensor,
     k: Tensor,
@@ -36,7 +35,8 @@ def gradients_on_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), arguments as for `flashgen.gradients.gradients`."""
     q_view, k_view, v_view, o, do = (_turned(layout, each) for each in (q, k, v, o, do))
-    results = tiled_backward(q_view, k_view, v_view, o, lse, do, dlse, causal=causal, scale=scale)
+    with torch.autocast("cpu", enabled=False):
+        results = tiled_backward(q_view, k_view, v_view, o, lse, do, dlse, causal=causal, scale=scale)
     dq, dk, dv = (
         empty_gradient(tensor).copy_(_turned(layout, result)) for tensor, result in zip((q, k, v), results, strict=True)
     )

@@ -19,10 +19,12 @@ from flashgen.tensors import (
     MAX_SCALE,
     MIN_SCALE,
     causal_from,
+    check_device,
     check_scale,
     check_tensors,
     empty_output,
     from_tensors,
+    has_contiguous_rows,
     positive_scale,
     tf32_allowed,
     with_contiguous_rows,
@@ -77,6 +79,7 @@ def attend(
         RuntimeError: from torch, for a tensor without memory: a fake one, or one that vmap wraps.
     """
     if not q.is_cuda:
+        check_device(q.device, family)
         check_tensors(q, k, v, layout, CPU_DTYPES)
         check_scale(scale, q.dtype)
         result = attend_on_cpu(q, k, v, causal_from(causal), scale, layout)
@@ -158,13 +161,13 @@ def _plan(
     from flashgen.plans import as_bhsd, select_and_bind
 
     spec, problem = from_tensors(q, k, v, causal=causal, layout=layout)
-    copies = any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in (q, k, v))
+    copies = not all(has_contiguous_rows(tensor) for tensor in (q, k, v))
     if copies:
         q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
     out = empty_output(q, v)
     like_q = spec.head_dim == spec.head_dim_v and torch.empty_like(q).stride() == out.stride()
     out_shape = None if like_q else tuple(out.shape)
-    selection, bound, keep = select_and_bind(spec, problem, family, as_bhsd(layout, q, k, v, out))
+    selection, bound, keep = select_and_bind(spec, problem, family, as_bhsd(layout, q, k, v, out), out.numel() == 0)
     lse_shape = (problem.batch, problem.heads, problem.seq_q)
     plan = Plan(selection, bound, spec.head_dim**-0.5, out_shape, lse_shape, copies)
     if keep:

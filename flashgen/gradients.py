@@ -100,7 +100,9 @@ def _plan(key: tuple[object, ...], tensors: tuple[Tensor, ...], causal: str, lay
     q, k, v, *_ = tensors
     spec, problem = from_tensors(q, k, v, causal=False if causal == "none" else causal, layout=layout)
     views = as_bhsd(layout, *tensors)
-    selection, bound, keep = select_and_bind(replace(spec, op="backward"), problem, None, views)
+    selection, bound, keep = select_and_bind(
+        replace(spec, op="backward"), problem, None, views, any(tensor.numel() == 0 for tensor in tensors)
+    )
     plan = Plan(selection, bound, workspace_size(selection.variant, views[0]) if bound is not None else 0)
     if keep:
         if len(_plans) >= MAX_PLANS:

@@ -19,7 +19,7 @@ _planning = threading.Lock()
 
 
 def select_and_bind(
-    spec: Spec, problem: Problem, family: str | None, views: Sequence[Tensor]
+    spec: Spec, problem: Problem, family: str | None, views: Sequence[Tensor], nothing: bool
 ) -> tuple[Selection, Callable[..., None] | None, bool]:
     """Choose, compile and bind; a tuned variant that this machine cannot compile or load gives way to the default.
 
@@ -27,9 +27,10 @@ def select_and_bind(
         spec, problem: the call's.
         family: only this kernel family, or an error; None chooses.
         views: what the kernels are bound to (flashgen.launch.LAID_OUT), as [batch, heads, seq, head_dim].
+        nothing: whether there is nothing to launch.
 
     Returns:
-        the selection; the bound kernels, None where there is nothing to compute; and whether both hold for later calls.
+        the selection; the bound kernels, None where there is nothing to launch; and whether both hold for later calls.
 
     Raises:
         UnsupportedError: no kernel does this.
@@ -38,7 +39,7 @@ def select_and_bind(
         # A capture must not read files; what is chosen then without them is not kept for later.
         capturing = torch.cuda.is_current_stream_capturing()
         selection = select(spec, problem, gpu_of(views[0].device.index), family, read_files=not capturing)
-        if any(view.numel() == 0 for view in views):
+        if nothing:
             return selection, None, not capturing
         try:
             bound = bind(selection.variant, *views)

@@ -126,10 +126,12 @@ def tiled_backward(
     dq = torch.zeros_like(queries)
     dk = torch.zeros(k.shape, dtype=wide, device=k.device)
     dv = torch.zeros(v.shape, dtype=wide, device=v.device)
+    # Scaled before the product, as in the forward: of large scores another rounding is another P.
+    scaled = queries * scale
     for start in range(0, k.shape[2], block_kv):
         block = slice(start, start + block_kv)
         keys, values = k[:, :, None, block].to(wide), v[:, :, None, block].to(wide)
-        scores = queries @ keys.transpose(-1, -2) * scale
+        scores = scaled @ keys.transpose(-1, -2)
         hidden = _hidden(scores, k.shape[2], start, causal)
         p = torch.exp(scores - lse).masked_fill(hidden, 0.0)
         ds = (p * (do @ values.transpose(-1, -2) - delta)).masked_fill(hidden, 0.0)

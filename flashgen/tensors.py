@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from flashgen.errors import InputError
+from flashgen.errors import InputError, UnsupportedError
 from flashgen.spec import DTYPE_NAMES, Causal, Layout, Problem, Spec
 
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -47,6 +47,14 @@ def tf32_allowed() -> bool:
     """Whether the caller lets fp32 matmuls round to TF32; torch's old and new switches both set what is read here."""
     matmul: Any = torch.backends.cuda.matmul
     return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+
+
+def check_device(device: torch.device, family: str | None) -> None:
+    """Refuse devices that nothing runs on, and a kernel family by name where no kernel runs."""
+    if device.type not in ("cuda", "cpu"):
+        raise UnsupportedError(f"flashgen runs on CUDA and CPU tensors, but got {device}. Move them to one of these.")
+    if family is not None and device.type == "cpu":
+        raise UnsupportedError(f"family={family!r} runs on a GPU, but the tensors are on the CPU. Leave family out.")
 
 
 def check_tensors(
@@ -133,9 +141,14 @@ def _check_same(named: dict[str, torch.Tensor], attribute: str, way_out: str) ->
         raise InputError(f"q, k and v must share one {attribute}, but got {listed}. {way_out}")
 
 
+def has_contiguous_rows(tensor: Tensor) -> bool:
+    """Whether the last dimension is contiguous; of a single column any stride is."""
+    return tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+
+
 def with_contiguous_rows(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it when its last dimension is strided."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if has_contiguous_rows(tensor) else tensor.contiguous()
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -164,7 +177,7 @@ def as_autocast(tensor: Tensor, device: str) -> Tensor:
 def empty_gradient(tensor: Tensor) -> Tensor:
     """The uninitialised gradient of a tensor: in its memory order, with contiguous rows."""
     gradient = torch.empty_like(tensor)
-    return gradient if gradient.stride(-1) == 1 else tensor.new_empty(tensor.shape)
+    return gradient if has_contiguous_rows(gradient) else tensor.new_empty(tensor.shape)
 
 
 def empty_output(q: Tensor, v: Tensor) -> Tensor:
@@ -174,6 +187,6 @@ def empty_output(q: Tensor, v: Tensor) -> Tensor:
     """
     if q.shape[-1] == v.shape[-1]:
         out = torch.empty_like(q)
-        if out.stride(-1) == 1:
+        if has_contiguous_rows(out):
             return out
     return q.new_empty((*q.shape[:-1], v.shape[-1]))

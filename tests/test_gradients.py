@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 import flashgen
+from flashgen.errors import UnsupportedError
 
 Three = tuple[Tensor, Tensor, Tensor]
 CAUSAL = (False, True, "top_left")
@@ -23,14 +24,7 @@ def _random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tenso
 
 
 def _qkv(
-    seq_q: int = 5,
-    seq_kv: int = 7,
-    *,
-    heads: int = 4,
-    kv_heads: int = 2,
-    width: int = 6,
-    width_v: int = 6,
-    batch: int = 2,
+    seq_q: int = 5, seq_kv: int = 7, heads: int = 4, kv_heads: int = 2, width: int = 6, width_v: int = 6, batch: int = 2
 ) -> Three:
     q, k = _random(batch, heads, seq_q, width, seed=1), _random(batch, kv_heads, seq_kv, width, seed=2)
     return q, k, _random(batch, kv_heads, seq_kv, width_v, seed=3)
@@ -73,10 +67,10 @@ def _equal(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
-def _plainly(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, scale: float | None = None) -> Tensor:
+def _plainly(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
     """The formula with keys repeated over their group, for torch to differentiate; every row has to see a key."""
     k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = q @ k.transpose(-1, -2) * math.sqrt(1.0 / q.shape[-1])
     return (scores if seen is None else scores.masked_fill(~seen, -math.inf)).softmax(-1) @ v
 
 
@@ -85,7 +79,7 @@ def _plainly(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, scale:
     ("sizes", "options"),
     [
         ({}, {}),
-        ({"kv_heads": 4}, {"scale": 0.7}),
+        ({"heads": 4}, {"scale": 0.7}),
         ({"kv_heads": 1}, {"scale": -0.4}),
         ({"width_v": 3}, {"layout": "bshd"}),
         ({"width": 3, "width_v": 8}, {"scale": 2}),
@@ -99,7 +93,7 @@ def _plainly(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, scale:
 )
 def test_finite_differences(sizes: dict[str, Any], options: dict[str, Any], causal: bool | str) -> None:
     """Of the output and, where every row sees a key, of the log-sum-exp: elsewhere it is -inf."""
-    sizes = {"seq_q": 3, "seq_kv": 4, "heads": 2, "kv_heads": 1 if sizes.get("heads") == 2 else 2, "width": 3} | sizes
+    sizes = {"seq_q": 3, "seq_kv": 4, "heads": 2, "kv_heads": 2, "width": 3, "batch": 1} | sizes
     q, k, v = _qkv(**sizes)
     if options.get("layout") == "bshd":
         q, k, v = _map(lambda tensor: tensor.transpose(1, 2), (q, k, v))
@@ -110,7 +104,7 @@ def test_finite_differences(sizes: dict[str, Any], options: dict[str, Any], caus
         rows = max(0, sizes["seq_q"] - sizes["seq_kv"]) if causal is True else 0
         return o, lse[:, :, rows:]
 
-    assert torch.autograd.gradcheck(call, leaves, fast_mode=q.numel() > 100)
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=bool(options))
 
 
 @every_causal
@@ -120,7 +114,7 @@ def test_what_v_receives_is_what_the_rows_give(causal: bool | str, layout: str, 
     tensors = _qkv(seq_q, seq_kv, width_v=10)
     do = _random(2, 4, seq_q, 10, seed=4)
     seen = _attend(*tensors, causal=causal)[1] > -math.inf
-    given = (do * seen[..., None]).unflatten(1, (2, 2)).sum((2, 3))
+    given = (do * seen[..., None]).reshape(2, 2, 2, seq_q, 10).sum((2, 3))
     if layout == "bshd":
         tensors, do = _map(lambda tensor: tensor.transpose(1, 2), tensors), do.transpose(1, 2)
     dv = _gradients(tensors, do, causal=causal, layout=layout)[2]
@@ -233,7 +227,7 @@ def test_strides_of_the_upstream_gradient_do_not_matter(order: tuple[int, ...], 
     strided = do.permute(order).contiguous().permute(back)
     assert torch.equal(strided, do) and strided.stride() != do.stride()
     turned = dlse.transpose(1, 2).contiguous().transpose(1, 2)
-    assert _equal(_gradients((q, k, v), strided, turned, layout=layout), _gradients((q, k, v), do, dlse, layout=layout))
+    _close(_gradients((q, k, v), strided, turned, layout=layout), _gradients((q, k, v), do, dlse, layout=layout))
 
 
 MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -255,16 +249,14 @@ def _poisoned(tensor: Tensor, dim: int) -> Tensor:
 @pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_strides_and_poison_change_no_bit(memory: str, which: tuple[int, ...], layout: str) -> None:
-    tensors = list(_qkv(5, 5, width=8, width_v=8))
-    plain = q, k, v = _map(lambda each: each.float(), (tensors[0], tensors[1], tensors[2]))
-    given = [MEMORY[memory](each) if index in which else each for index, each in enumerate(plain)]
+    q, k, v = _map(Tensor.float, _qkv(5, 5, width=8, width_v=8))
+    given = [MEMORY[memory](each) if index in which else each for index, each in enumerate((q, k, v))]
     actual = _gradients((given[0], given[1], given[2]), causal=True, layout=layout)
     assert _equal(actual, _gradients((q, k, v), causal=True, layout=layout))
-    assert all(each.isfinite().all() for each in actual)
     for gradient, tensor in zip(actual, given, strict=True):
-        # Dense tensors keep their memory order; all rows are contiguous.
-        expected = torch.empty_like(tensor).stride() if memory != "strided last" else plain[0].stride()
-        assert gradient.stride(-1) == 1 and (tensor.shape != q.shape or gradient.stride() == expected)
+        # In the input's memory order, but rows are contiguous.
+        same = torch.empty_like(tensor) if memory != "strided last" else tensor.contiguous()
+        assert gradient.isfinite().all() and gradient.stride() == same.stride()
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -348,46 +340,30 @@ def test_each_result_alone_and_both_add_up() -> None:
     _close(_gradients(tensors, do, dlse), tuple(one + other for one, other in both))
 
 
-LARGE = [(magnitude, width) for magnitude in (30.0, 1e3, 1e5) for width in (16, 24, 64, 72)]
-
-
-@pytest.mark.parametrize(
-    ("magnitude", "width"),
-    [
-        pytest.param(
-            *each,
-            marks=pytest.mark.xfail(
-                each[1] in (24, 72), strict=True, reason="the backward rounds scores otherwise than the forward"
-            ),
-        )
-        for each in LARGE
-    ],
-)
+@pytest.mark.parametrize("magnitude", [300.0, 1e4, 1e5])
+@pytest.mark.parametrize("width", [16, 24, 64, 72])
 def test_large_scores_have_exact_gradients(magnitude: float, width: int) -> None:
     """One key wins each row: what v receives is known exactly, however large the scores are."""
     q, k, v = (_random(1, 1, 8, width, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
     tensors = (q * magnitude, k * magnitude, v)
     do = _random(1, 1, 8, width, seed=4, dtype=torch.float32)
-    winners = (tensors[0].double() @ tensors[1].double().mT).argmax(-1)
-    dv = torch.nn.functional.one_hot(winners, 8).mT.float() @ do
+    best, keys = (tensors[0].double() @ tensors[1].double().mT * width**-0.5).topk(2)
+    assert (best[..., 0] - best[..., 1] > 100.0).all()
+    dv = torch.nn.functional.one_hot(keys[..., 0], 8).mT.float() @ do
     actual = _gradients(tensors, do)
     _close(actual[2:], (dv,), 1e-5)
     assert all(each.isfinite().all() for each in actual)
 
 
-def _mapped(*sizes: int) -> Three:
-    return _map(lambda tensor: torch.stack([tensor * (1.0 + 0.1 * step) for step in range(3)]), _qkv(*sizes))
-
-
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, 4, 2), (0, None, 3), (None, 0, None), (2, None, None)])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_mapped_and_differentiated_as_in_a_loop(in_dims: tuple[int | None, ...], layout: str) -> None:
-    whole = _mapped(4, 4)
-    tensors = _map(lambda each: each, whole)
+    tensors = _qkv(4, 4)
     loops = [
-        [each[step if dim is not None else 0] for each, dim in zip(whole, in_dims, strict=True)] for step in range(3)
+        [each if dim is None else each * (1.0 + step) for each, dim in zip(tensors, in_dims, strict=True)]
+        for step in range(3)
     ]
-    given = tuple(each[0] if dim is None else each.movedim(0, dim) for each, dim in zip(tensors, in_dims, strict=True))
+    given = [each[0] if dim is None else torch.stack(each, dim) for *each, dim in zip(*loops, in_dims, strict=True)]
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o, lse = _attend(q, k, v, causal=True, layout=layout)
@@ -404,7 +380,7 @@ def test_mapped_and_differentiated_as_in_a_loop(in_dims: tuple[int | None, ...],
 def test_jacobians_are_rows_of_gradients() -> None:
     q, k, v = _qkv(2, 3, width=2, width_v=2, batch=1)
     jacobians = jacrev(_o, argnums=(0, 1, 2))(q, k, v)
-    basis = torch.eye(q.numel(), dtype=torch.float64).unflatten(1, q.shape)
+    basis = torch.eye(q.numel(), dtype=torch.float64).view(-1, *q.shape)
     rows = [_gradients((q, k, v), each) for each in basis]
     for actual, *expected in zip(jacobians, *rows, strict=True):
         _close((actual.flatten(0, 3),), (torch.stack(expected),))
@@ -413,10 +389,24 @@ def test_jacobians_are_rows_of_gradients() -> None:
     _close(batched, tuple(torch.stack(each) for each in zip(*rows, strict=True)))
 
 
-@pytest.mark.xfail(strict=True, reason="the operator has no forward-mode rule, and torch lets tangents pass unseen")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_forward_mode_is_refused_not_zero() -> None:
     q, k, v = _qkv()
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))  # type: ignore[no-untyped-call]
         with pytest.raises(NotImplementedError):
             _o(dual, k, v)
+
+
+def test_tensors_that_hold_nothing_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="runs on CUDA and CPU tensors, but got meta"):
+        _gradients(_map(lambda tensor: tensor.to("meta"), _qkv()))
+
+
+def test_autocast_casts_inputs_and_nothing_else() -> None:
+    """Sums stay in fp32 inside, forward and backward."""
+    tensors = _map(Tensor.bfloat16, _qkv())
+    dlse = _random(2, 4, 5, seed=5, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lse, gradients = _attend(*tensors)[1], _gradients(tensors, None, dlse)
+    assert torch.equal(lse, _attend(*tensors)[1]) and _equal(gradients, _gradients(tensors, None, dlse))

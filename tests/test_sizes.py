@@ -13,7 +13,8 @@ MAX_PARAMETERS = 8
 # Gradients take what the forward took, what it returned and the gradients of that; the operators take every option of
 # `attention` and no defaults; a layer takes what its projections are made of.
 MANY = (
-    "tiled_backward", "gradients", "_without_a_positive_scale", "gradients_on_cpu", "backward", "_by_operator", "__init__"
+    "tiled_backward", "gradients", "_without_a_positive_scale", "gradients_on_cpu", "backward", "_by_operator",
+    "__init__",
 )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ class TestClosedForms:
         for causal, rows in ((False, 200), (True, 77), ("top_left", 200)):
             (dv,) = torch.autograd.grad(flashgen.attention(q, k, v, causal=causal).sum(), v)  # type: ignore[union-attr]
             assert max_error(dv, dv[..., :1].expand(dv.shape)) <= 2**-10 * dv.abs().max()
-            assert max_error(dv.double().sum(2), torch.full((1, 2, 64), rows)) <= 2**-10 * rows
+            assert max_error(dv.double().sum(2), torch.full((1, 2, 64), rows, device="cuda")) <= 2**-10 * rows
 
     def test_equal_values_or_keys_move_nothing(self) -> None:
         """Gradients of a row's scores add up to zero; where all values are alike, so are the gradients."""

@@ -11,7 +11,7 @@ import flashgen
 from flashgen import launch
 from flashgen.cases import strided_like
 from flashgen.check import max_error
-from flashgen.errors import InputError, UnsupportedError
+from flashgen.errors import InputError
 from flashgen.reference import plain_attention
 
 
@@ -196,8 +196,6 @@ def test_bad_calls_say_what_to_do() -> None:
         flashgen.attention(q, q, q, causal="upper")
     with pytest.raises(flashgen.FlashgenError, match="triton_fwd"):
         flashgen.attention(q, q, q, family="triton_fwdd")
-    with pytest.raises(UnsupportedError, match="no_grad"):
-        flashgen.attention(q.clone().requires_grad_(), q, q)
 
 
 def test_explain_names_variant_file_and_reason() -> None:
