@@ -2,7 +2,8 @@
 
 The files in reading order: errors, hardware, paths, spec, reference, tensors, cpu, space, families, render, workers,
 compile, resources, launch, cases, check, benchmark, model, evaluate, records, choice, store, select, plans, gradients,
-dispatch, autograd, api, nn, candidates, search, tune, compare, export, analyze, budget, plot, report, cli.
+dispatch, autograd, api, nn, candidates, search, compilations, tune, compare, export, analyze, budget, plot, report,
+cli.
 """
 
 from __future__ import annotations

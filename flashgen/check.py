@@ -22,7 +22,8 @@ FORWARD_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 FLOOR = 1e-5
 # LSE is fp32 whatever the inputs are, so plain attention in fp32 is its yardstick; 2**-21 is four units in the last
-# place, for log-sum-exps of 1e5 and more, where fp32 itself is coarser than the floor.
+# place, for log-sum-exps of 1e5 and more, where fp32 itself is coarser than the floor. A backward recomputes P from it:
+# its relative error is LSE's absolute one, which plain attention, dividing by its own sum, does not have.
 LSE_RELATIVE = 2.0**-21
 
 
@@ -69,11 +70,13 @@ def _prepare_forward(spec: Spec, case: Case, device: str) -> Prepared:
     plain_o, plain_lse = plain_attention(q, k, v, causal=spec.causal, rounding=_rounding(spec))
     if spec.dtype != "fp32":
         _, plain_lse = plain_attention(q.float(), k.float(), v.float(), causal=spec.causal)
-    finite = lse.isfinite()
-    largest = lse[finite].abs().max().item() if finite.any() else 0.0
     expected = (
         Expected("output", o, FORWARD_FACTOR * max_error(plain_o, o) + FLOOR),
-        Expected("lse", lse, FORWARD_FACTOR * max_error(plain_lse, lse) + FLOOR + LSE_RELATIVE * largest),
+        Expected(
+            "lse",
+            lse,
+            FORWARD_FACTOR * max_error(plain_lse, lse) + FLOOR + LSE_RELATIVE * _largest(lse[lse.isfinite()]),
+        ),
     )
     return Prepared(case, (q, k, v), expected)
 
@@ -90,11 +93,16 @@ def _prepare_backward(spec: Spec, case: Case, device: str) -> Prepared:
         o, do = strided_like(o, (1, 2, 0, 3)), strided_like(do, (2, 0, 1, 3))
     true = _gradients((q.double(), k.double(), v.double()), do.double(), dlse.double(), spec.causal)
     plain = _gradients((q, k, v), do, dlse, spec.causal, _rounding(spec))
+    relative = LSE_RELATIVE * _largest(wide_lse[wide_lse.isfinite()])
     expected = tuple(
-        Expected(name, value, GRADIENT_FACTOR * max_error(other, value) + FLOOR)
+        Expected(name, value, GRADIENT_FACTOR * max_error(other, value) + FLOOR + relative * _largest(value))
         for name, value, other in zip(("dq", "dk", "dv"), true, plain, strict=True)
     )
     return Prepared(case, (q, k, v, o, wide_lse.float(), do, dlse), expected)
+
+
+def _largest(values: Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
 
 
 def _gradients(

@@ -99,7 +99,7 @@ def launches(variant: Variant, *tensors: Tensor) -> tuple[Launch, ...]:
         tensors: q, k, v and o; of a backward also the gradients do, dq, dk and dv. On the "meta" device as well.
     """
     planned = module_of(variant).plan(*tensors)
-    if variant.family.kernels == ("kernel",):
+    if len(variant.family.kernels) == 1:
         return (Launch("kernel", *planned),)
     return tuple(Launch(*each) for each in planned)
 
@@ -165,16 +165,19 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def compile_resources(variant: Variant, gpu: Gpu) -> tuple[Resources, ...]:
-    """Compile what contiguous tensors would launch, and report on each kernel; the task that child processes run."""
+def kernel_resources(variant: Variant, gpu: Gpu, kernel: str) -> Resources:
+    """Compile one kernel as contiguous tensors would launch it, and report; the task that child processes run."""
     spec = variant.spec
     aligned = all(width * spec.element_bytes % 16 == 0 for width in (spec.head_dim, spec.head_dim_v))
     q, v = (torch.empty(1, 1, 128, width, device="meta") for width in (spec.head_dim, spec.head_dim_v))
     tensors = (q, q, v, v) if spec.op == "forward" else (q, q, v, v, v, q, q, v)
-    return tuple(
-        resources_of(compile_kernel(variant, gpu, kernel=each.kernel, options=each.options, aligned=aligned))
-        for each in launches(variant, *tensors)
-    )
+    options = next(each.options for each in launches(variant, *tensors) if each.kernel == kernel)
+    return resources_of(compile_kernel(variant, gpu, kernel=kernel, options=options, aligned=aligned))
+
+
+def compile_resources(variant: Variant, gpu: Gpu) -> tuple[Resources, ...]:
+    """The same for every kernel of a variant, in the family's order."""
+    return tuple(kernel_resources(variant, gpu, kernel) for kernel in variant.family.kernels)
 
 
 # Bytes of stack a thread may spill before a candidate is not worth timing. The backward's dK and dV spill around their

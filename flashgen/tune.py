@@ -8,11 +8,11 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 
 from flashgen.candidates import Candidate, Method, Ranking, entry_of, from_plain, rank, to_plain
-from flashgen.compile import compile_resources, judge
+from flashgen.compilations import Compilations
+from flashgen.compile import judge
 from flashgen.evaluate import evaluate
 from flashgen.families import Family, Variant
 from flashgen.hardware import KNOWN_GPUS, Gpu
@@ -26,7 +26,6 @@ from flashgen.spec import Problem, Spec
 from flashgen.store import entries_of
 from flashgen.workers import Failure, Workers
 
-COMPILE_TIMEOUT_S = 180.0
 EVALUATE_TIMEOUT_S = 120.0
 
 
@@ -170,23 +169,22 @@ class _Run:
 
     def until(self, deadline: float) -> None:
         """Compile ahead in parallel; check and time one candidate after the other."""
-        ahead: deque[tuple[Variant, Future[tuple[Resources, ...]]]] = deque()
+        ahead: deque[Variant] = deque()
         depth = 2 * self.compilers.count
+        compilations = Compilations(self.compilers, self.request.gpu)
         while True:
             while len(ahead) < depth and time.monotonic() < deadline:
                 config = self.search.ask()
                 if config is None:
                     break
-                variant = Variant(self.family, self.request.spec, config)
-                future = self.compilers.submit(COMPILE_TIMEOUT_S, compile_resources, variant, self.request.gpu)
-                ahead.append((variant, future))
+                ahead.append(Variant(self.family, self.request.spec, config))
+                compilations.start(ahead[-1])
             if not ahead:
                 return
-            variant, future = ahead.popleft()
-            if time.monotonic() > deadline and not future.running() and not future.done():
-                future.cancel()
+            variant = ahead.popleft()
+            if time.monotonic() > deadline and compilations.cancelled(variant):
                 continue
-            compiled = self.compilers.outcome(future)
+            compiled = compilations.outcome(variant)
             result = self._judge(variant, compiled)
             value = None
             if isinstance(result, Candidate):

@@ -17,7 +17,7 @@ from command_line import run
 from failing_tasks import double
 
 from flashgen import candidates as candidates_module
-from flashgen import store
+from flashgen import compilations, store
 from flashgen import tune as tune_module
 from flashgen.cli import options
 from flashgen.compile import MAX_STACK
@@ -101,7 +101,7 @@ def test_real_compiles_on_a_tiny_budget(compilers: Workers) -> None:
 
 
 def test_the_seed_decides_the_order(compilers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_module, "compile_resources", tune_tasks.compile_at_once)
+    monkeypatch.setattr(compilations, "kernel_resources", tune_tasks.compile_at_once)
     # Past the random start, where the sampler learns from what it was told.
     first, again, other = (_order(_tune(_request(trials=12, seed=seed, resume=False), compilers)) for seed in (1, 1, 2))
     assert first == again != other
@@ -109,7 +109,7 @@ def test_the_seed_decides_the_order(compilers: Workers, monkeypatch: pytest.Monk
 
 
 def test_given_configs_come_after_the_default(compilers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_module, "compile_resources", tune_tasks.compile_at_once)
+    monkeypatch.setattr(compilations, "kernel_resources", tune_tasks.compile_at_once)
     usable = REAL.space(SPEC, A100).usable
     outcome = _tune(_request(trials=3, first=(usable[7], usable[3])), compilers)
     assert _order(outcome) == [REAL.default(SPEC, A100), usable[7], usable[3]]
@@ -157,8 +157,8 @@ def test_triton_refuses_a_candidate(compilers: Workers) -> None:
 
 
 def test_candidates_that_hang_abort_raise_or_do_not_fit(compilers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_module, "compile_resources", tune_tasks.compile_or_fail)
-    monkeypatch.setattr(tune_module, "COMPILE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(compilations, "kernel_resources", tune_tasks.compile_or_fail)
+    monkeypatch.setattr(compilations, "COMPILE_TIMEOUT_S", 1.0)
     family = _family(block_q=(16, 32, 64, 128), num_stages=(1, 2, 3))
     observed: list[Counter[str]] = []
     outcome = tune(_request(family), compilers, None, lambda progress: observed.append(Counter(progress.refused)))
@@ -176,14 +176,14 @@ def test_candidates_that_hang_abort_raise_or_do_not_fit(compilers: Workers, monk
     assert "exit code -6): kernel.py:7: error: the words that tell" in reasons["compile: crash"]
     assert "PassManager::run failed" in reasons["compile: RuntimeError"]
     assert f"uses {A100.shared_per_block + 1} bytes" in reasons["shared memory"]
-    assert "spills 4000 bytes" in reasons["spills"] and MAX_STACK < 4000
+    assert "spills 4000 bytes" in reasons["spills"] and MAX_STACK["forward"] < 4000
     (survivor,) = _order(outcome)
     assert (survivor["block_q"], survivor["num_stages"]) == (64, 3)
     assert [entry.config for entry in outcome.entries(None)] == [survivor, survivor]
 
 
 def test_a_missing_package_ends_the_search(compilers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_module, "compile_resources", tune_tasks.miss_a_package)
+    monkeypatch.setattr(compilations, "kernel_resources", tune_tasks.miss_a_package)
     with pytest.raises(MissingDependencyError, match="No module named 'triton'"):
         _tune(_request(_family(num_stages=(1, 2, 3))), compilers)
 
@@ -195,7 +195,7 @@ def _noted(log: Path) -> list[tuple[float, str]]:
 
 def test_nothing_starts_after_the_deadline(compilers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    monkeypatch.setattr(tune_module, "compile_resources", partial(tune_tasks.compile_and_note, log, 0.3))
+    monkeypatch.setattr(compilations, "kernel_resources", partial(tune_tasks.compile_and_note, log, 0.3))
     start = time.monotonic()
     outcome = _tune(_request(budget_s=2.0), compilers)
     starts = [when for when, _ in _noted(log)]
@@ -207,7 +207,7 @@ def test_nothing_starts_after_the_deadline(compilers: Workers, monkeypatch: pyte
 
 def test_no_time_at_all(compilers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    monkeypatch.setattr(tune_module, "compile_resources", partial(tune_tasks.compile_and_note, log, 0.0))
+    monkeypatch.setattr(compilations, "kernel_resources", partial(tune_tasks.compile_and_note, log, 0.0))
     outcome = _tune(_request(budget_s=0.0), compilers)
     assert outcome.candidates == () and outcome.entries(None) == [] and _noted(log) == []
     assert {rejection.stage for rejection in outcome.rejections} == {"rule"}
@@ -218,7 +218,7 @@ def test_an_interrupted_search_keeps_what_it_has(
     how: Callable[[], None] | None, compilers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    monkeypatch.setattr(tune_module, "compile_resources", partial(tune_tasks.compile_and_note, log, 0.0))
+    monkeypatch.setattr(compilations, "kernel_resources", partial(tune_tasks.compile_and_note, log, 0.0))
     family = _family(num_stages=(1, 2, 3, 4), advance=(0, 1))
 
     def observe(progress: Progress) -> None:
@@ -240,7 +240,7 @@ def test_an_interrupted_search_keeps_what_it_has(
 
 def test_ctrl_c_while_the_journal_is_unlocked(compilers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worst moment: Optuna removes its lock file again when interrupted right after removing it."""
-    monkeypatch.setattr(tune_module, "compile_resources", tune_tasks.compile_at_once)
+    monkeypatch.setattr(compilations, "kernel_resources", tune_tasks.compile_at_once)
     unlink, done, interrupts = os.unlink, 0, 0
 
     def unlink_and_interrupt(path: str, **options: int) -> None:
@@ -262,7 +262,7 @@ def test_ctrl_c_while_the_journal_is_unlocked(compilers: Workers, monkeypatch: p
 
 def test_what_is_remembered_and_for_what(compilers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    monkeypatch.setattr(tune_module, "compile_resources", partial(tune_tasks.compile_and_note, log, 0.0))
+    monkeypatch.setattr(compilations, "kernel_resources", partial(tune_tasks.compile_and_note, log, 0.0))
     request = _request(_family(num_stages=(1, 2)))
 
     def compiles(**changes: object) -> int:
@@ -287,7 +287,7 @@ def test_what_is_remembered_and_for_what(compilers: Workers, monkeypatch: pytest
 
 
 def test_every_family_competes(compilers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_module, "compile_resources", tune_tasks.compile_at_once)
+    monkeypatch.setattr(compilations, "kernel_resources", tune_tasks.compile_at_once)
     two = (_family(block_q=(64,)), _family(block_q=(128,), num_stages=(2, 3)))
     outcome = _tune(_request(families=two), compilers)
     assert Counter(config["block_q"] for config in _order(outcome)) == {64: 1, 128: 2}
@@ -303,7 +303,7 @@ def gpu_worker() -> Iterator[Workers]:
 
 def test_candidates_that_run(compilers: Workers, gpu_worker: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some are wrong, some kill their process or its CUDA context; the others are timed and the best timed again."""
-    monkeypatch.setattr(tune_module, "compile_resources", tune_tasks.compile_at_once)
+    monkeypatch.setattr(compilations, "kernel_resources", tune_tasks.compile_at_once)
     monkeypatch.setattr(tune_module, "evaluate", tune_tasks.evaluate_or_fail)
     monkeypatch.setattr(candidates_module, "remeasure", tune_tasks.remeasure_backwards)
     family = _family(block_q=(64, 128), num_stages=(1, 2, 3, 4))
@@ -328,7 +328,7 @@ def test_candidates_that_run(compilers: Workers, gpu_worker: Workers, monkeypatc
 
 
 def test_the_finals_decide(compilers: Workers, gpu_worker: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_module, "compile_resources", tune_tasks.compile_at_once)
+    monkeypatch.setattr(compilations, "kernel_resources", tune_tasks.compile_at_once)
     monkeypatch.setattr(tune_module, "evaluate", tune_tasks.evaluate_or_fail)
     # 103.9 and 107.8 us: within 6 %.
     request = _request(_family(block_q=(128, 256)), method="measured", problems=PROBLEMS[:1])

@@ -17,15 +17,15 @@ from flashgen.resources import Resources
 from flashgen.space import Rejection
 from flashgen.spec import Problem
 
-FITS = (Resources(shared=16384, registers=128, stack=0, loop={}),)
+FITS = Resources(shared=16384, registers=128, stack=0, loop={})
 
 
-def compile_at_once(variant: Variant, gpu: Gpu) -> tuple[Resources, ...]:
+def compile_at_once(variant: Variant, gpu: Gpu, kernel: str) -> Resources:
     """No kernel needs anything."""
     return FITS
 
 
-def compile_or_fail(variant: Variant, gpu: Gpu) -> tuple[Resources, ...]:
+def compile_or_fail(variant: Variant, gpu: Gpu, kernel: str) -> Resources:
     """16 rows hang, 32 kill their process, 128 raise; 64 need too much in one or two stages."""
     match variant.config["block_q"], variant.config["num_stages"]:
         case 16, _:
@@ -35,13 +35,13 @@ def compile_or_fail(variant: Variant, gpu: Gpu) -> tuple[Resources, ...]:
         case 128, _:
             raise RuntimeError("PassManager::run failed")
         case _, 1:
-            return (Resources(gpu.shared_per_block + 1, 128, 0, {}),)
+            return Resources(gpu.shared_per_block + 1, 128, 0, {})
         case _, 2:
-            return (Resources(0, 255, 4000, {}),)
+            return Resources(0, 255, 4000, {})
     return FITS
 
 
-def compile_and_note(log: Path, seconds: float, variant: Variant, gpu: Gpu) -> tuple[Resources, ...]:
+def compile_and_note(log: Path, seconds: float, variant: Variant, gpu: Gpu, kernel: str) -> Resources:
     """Write down when it started, and take so many seconds."""
     with log.open("a") as file:
         file.write(f"{time.monotonic()} {variant.slug}\n")
@@ -49,7 +49,7 @@ def compile_and_note(log: Path, seconds: float, variant: Variant, gpu: Gpu) -> t
     return FITS
 
 
-def miss_a_package(variant: Variant, gpu: Gpu) -> tuple[Resources, ...]:
+def miss_a_package(variant: Variant, gpu: Gpu, kernel: str) -> Resources:
     raise ModuleNotFoundError("No module named 'triton'")
 
 

@@ -48,7 +48,8 @@ class Family:
         default: a config that obeys the rules for (spec, gpu), for when nobody tuned.
         shared_memory: (low, high) bytes of shared memory that the compiled kernel will need; low is certain.
         tiles: for each loop of each kernel how it goes through the work; for the model.
-        kernels: names of the kernels in the generated file, in the order in which they are launched.
+        kernels: the kernels of the generated file in the order in which they are launched, each with the choices that
+            it is compiled with: configs that agree in these share it.
         derived: what else the template may name, where its structure depends on more than a spec says.
     """
 
@@ -59,7 +60,7 @@ class Family:
     default: Callable[[Spec, Gpu], Config]
     shared_memory: Callable[[Spec, Config, Gpu], tuple[int, int]]
     tiles: Callable[[Spec, Config], tuple[Tile, ...]]
-    kernels: tuple[str, ...] = ("kernel",)
+    kernels: Mapping[str, tuple[str, ...]]
     derived: Callable[[Spec], Mapping[str, object]] = lambda spec: {}
 
     def __reduce__(self) -> tuple[Callable[[str], Family], tuple[str]]:

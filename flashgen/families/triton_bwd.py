@@ -201,6 +201,10 @@ TRITON_BWD = Family(
     default=default,
     shared_memory=shared_memory,
     tiles=tiles,
-    kernels=("delta_kernel", "dkdv_kernel", "dq_kernel"),
+    kernels={
+        "delta_kernel": (),
+        "dkdv_kernel": tuple(name for name in CHOICES if name.startswith("dkdv_")),
+        "dq_kernel": tuple(name for name in CHOICES if name.startswith("dq_")),
+    },
     derived=lambda spec: {"passes": passes(spec)},
 )

@@ -178,4 +178,5 @@ TRITON_FWD = Family(
     default=default,
     shared_memory=shared_memory,
     tiles=tiles,
+    kernels={"kernel": tuple(CHOICES)},
 )
