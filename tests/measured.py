@@ -1,4 +1,4 @@
-"""Kernels that were measured on an H200, of `triton_fwd` all there are: for the tests of the model and of the search."""
+"""Kernels measured on an H200, of `triton_fwd` all there are: for the tests of the model and of the search."""
 
 from __future__ import annotations
 

@@ -70,6 +70,11 @@ def test_tune_refuses(arguments: tuple[str, ...], complaint: str, tmp_path: Path
     assert not (tmp_path / "a100.yaml").exists() and not home.exists()
 
 
+def test_tune_refuses_a_family_of_another_op(tmp_path: Path) -> None:
+    refused = _refused(*TUNE, "--op", "backward", "--family", "triton_fwd", "--output", tmp_path / "tuned.yaml")
+    assert "family 'triton_fwd' computes the forward: pass --op forward, or leave --family out" in refused
+
+
 def test_tune_refuses_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place, complaint in (
@@ -187,6 +192,15 @@ def test_show_says_which_kernel_and_why(home: Path) -> None:
     assert shown["source"] is None
     (narrow,) = _json(run("show", "--gpu", "t4", "--head-dim", "40", "--json"))  # type: ignore[misc]
     assert narrow["method"] == "default" and narrow["file"] is None and "flashgen tune" in narrow["why"]
+
+
+def test_show_the_kernel_of_gradients(home: Path) -> None:
+    shown = run("show", "--gpu", "h200", "--head-dim", "128", "--op", "backward", "--seq", "2048")
+    assert shown.code == 0 and shown.out.startswith("triton_bwd_d128_bf16_dkdv_"), shown
+    assert "measured: exactly this bucket (seq_q 2048, seq_kv 2048)" in shown.out
+    untuned = run("show", "--gpu", "a10", "--head-dim", "128", "--op", "backward")
+    assert "nobody tuned backward d128_bf16" in untuned.out
+    assert "flashgen tune --gpu auto --head-dim 128 --op backward" in untuned.out
 
 
 def test_show_source(home: Path) -> None:

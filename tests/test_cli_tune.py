@@ -71,6 +71,22 @@ def test_tune_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     _nothing_runs(home)
 
 
+def test_training_tunes_both_ways(tmp_path: Path) -> None:
+    path, home = tmp_path / "a100.yaml", tmp_path / "home"
+    arguments = ("--op", "training", "--causal", "false", "--trials", "2", "--budget", "60", "--output", path)
+    ended = end(start(home, *NARROW, *arguments))
+    assert ended.code == 0, ended.err
+    assert "d16_fp16: winners (estimated)" in ended.err and "backward d16_fp16: winners (estimated)" in ended.err
+    entries = store.read(path, "a100").entries
+    assert [(entry.spec.op, entry.family) for entry in entries] == [
+        ("backward", "triton_bwd"), ("forward", "triton_fwd")
+    ]  # fmt: skip
+    backward, forward = (entry.time.median_us for entry in entries)
+    assert "Training: forward + backward" in ended.err and f"{forward + backward:.1f}" in ended.err
+    # 2 * 16 wide products of 1024 x 1024 pairs cost two forwards and a half, and more products are recomputed.
+    assert 1.5 * forward < backward < 6 * forward
+
+
 def _winners(ended: Ended) -> list[Any]:
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)

@@ -79,3 +79,7 @@ def remeasure_backwards(variants: Sequence[Variant], problem: Problem) -> tuple[
 def remeasure_and_die(variants: Sequence[Variant], problem: Problem) -> tuple[Measurement, ...]:
     failing_tasks.abort()
     return ()
+
+
+def compile_never(variant: Variant, gpu: Gpu, kernel: str) -> Resources:
+    raise RuntimeError(f"{kernel} does not compile")

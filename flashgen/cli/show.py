@@ -52,6 +52,7 @@ def _entry_plain(gpu: Gpu, path: Path, entry: Entry) -> dict[str, object]:
 
 @click.command("show")
 @options.gpu_option
+@options.op_option
 @options.head_dim_option
 @options.head_dim_v_option
 @options.dtype_option
@@ -65,7 +66,7 @@ def show_command(gpu: str, seq: int, source: bool, as_json: bool, **given: Any) 
     require_triton()
     target = options.gpu_from(gpu)
     causal = "true" if given["causal"] else "false"
-    specs = options.specs_from(target, given["head_dim"], given["head_dim_v"], given["dtype"], causal)
+    specs = options.specs_from(target, given["head_dim"], given["head_dim_v"], given["dtype"], causal, given["op"])
     selections = [
         select(spec, options.problem_from(seq, None, spec.head_dim), target, given["family"]) for spec in specs
     ]

@@ -73,6 +73,9 @@ def _shared_memory(tile: Tile, spec: Spec, gpu: Gpu) -> tuple[int, int]:
         # Products without tensor cores and machines without cp.async: only compiling tells.
         return 0, block + stages * step + scores
     if has_warpgroups(gpu) and tile.block >= 64:
+        if gpu.sm == 90 and stages > 1:
+            # P and dS stay in registers.
+            return block + stages * step, block + stages * step + 8 * stages * tile.step
         barriers = 1024 if gpu.sm >= 100 else 0  # Blackwell's, as in the forward
         return block + (stages * step if stages > 1 else step // 2), block + stages * step + scores + barriers
     return block + (stages - 1) * step, block + max(stages - 1, 1) * step + scores
@@ -156,8 +159,10 @@ def _rule(kind: str) -> Rule:
 
 # (block, step, num_warps, num_stages), best first. The last, for fp32 and little shared memory, fits anywhere.
 _DEFAULTS = (
+    (128, 64, 4, 3),
     (128, 64, 8, 3),
     (128, 64, 8, 2),
+    (128, 32, 8, 3),
     (128, 32, 8, 2),
     (64, 64, 4, 2),
     (64, 32, 4, 2),
@@ -174,7 +179,7 @@ _DEFAULT_REGISTERS, _DEFAULT_WARPGROUP_REGISTERS = 160, 192
 def _default_numbers(kernel: str, spec: Spec, gpu: Gpu) -> tuple[int, int, int, int]:
     most = _DEFAULT_WARPGROUP_REGISTERS if has_warpgroups(gpu) else _DEFAULT_REGISTERS
     # Without tensor cores operands live in registers too: the first of these that spill little for sm_75 and for fp32.
-    small = 6 if spec.block_d + spec.block_dv <= 128 else 7
+    small = 8 if spec.block_d + spec.block_dv <= 128 else 9
     for numbers in _DEFAULTS[small if plain_products(spec, gpu) else 0 :]:
         loops = _tiles(kernel, spec, *numbers)
         fit = all(_shared_memory(tile, spec, gpu)[1] <= gpu.shared_per_block for tile in loops)

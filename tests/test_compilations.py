@@ -1,0 +1,65 @@
+"""Kernels that candidates share are compiled once; failures and cancellations reach everyone who waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tune_tasks
+from variants import backward
+
+from flashgen import compilations as module
+from flashgen.compilations import Compilations
+from flashgen.hardware import Gpu
+from flashgen.spec import Spec
+from flashgen.workers import Failure, Workers
+
+A100 = Gpu.named("a100")
+SPEC = Spec("backward", 64, 64)
+TILES = ((64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2))
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    with Workers(1) as pool:
+        yield pool
+
+
+def test_what_candidates_share_is_compiled_once(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setattr(module, "kernel_resources", partial(tune_tasks.compile_and_note, log, 0.0))
+    compilations = Compilations(workers, A100)
+    variants = [backward(SPEC, dkdv, dq) for dkdv in TILES for dq in TILES]
+    for each in variants:
+        compilations.start(each)
+    assert all(compilations.outcome(each) == (tune_tasks.FITS,) * 3 for each in variants)
+    # One delta kernel, and three of each other: 7 instead of 27.
+    assert len(log.read_text().splitlines()) == 7
+
+
+def test_a_kernel_that_fails_fails_every_candidate_with_it(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "kernel_resources", tune_tasks.compile_never)
+    compilations = Compilations(workers, A100)
+    for dq in TILES:
+        outcome = compilations.outcome(backward(SPEC, TILES[0], dq))
+        assert isinstance(outcome, Failure) and "delta_kernel does not compile" in outcome.reason
+
+
+def test_what_has_not_begun_is_cancelled(workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setattr(module, "kernel_resources", partial(tune_tasks.compile_and_note, log, 1.0))
+    compilations = Compilations(workers, A100)
+    first, second = backward(SPEC, TILES[0], TILES[0]), backward(SPEC, TILES[1], TILES[1])
+    futures = compilations.start(first)
+    while not futures[0].running():
+        time.sleep(0.01)
+    compilations.start(second)
+    assert compilations.cancelled(second)
+    # They share the delta kernel, which runs: it is not taken from the other.
+    assert not futures[0].cancelled() and futures[0].result() == tune_tasks.FITS
+    assert compilations.cancelled(first)
