@@ -61,7 +61,7 @@ def _refused(*arguments: str | Path) -> str:
         (("--dtype", "fp8"), "'fp8' is not one of fp16, bf16, fp32"),
         (("--dtype", "fp16,"), "'' is not one of fp16, bf16, fp32"),
         (("--causal", "maybe"), "'maybe' is not one of 'true', 'false', 'both'"),
-        (("--family", "triton_bwd"), "no kernel family is called 'triton_bwd'. Did you mean 'triton_fwd'?"),
+        (("--family", "triton_fw"), "no kernel family is called 'triton_fw'. Did you mean 'triton_fwd'?"),
     ],
 )
 def test_tune_refuses(arguments: tuple[str, ...], complaint: str, tmp_path: Path, home: Path) -> None:

@@ -68,7 +68,6 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
     )
     problems = tuple(options.problem_from(length, given["heads"], given["head_dim"]) for length in seq)
     method = method_for(target)
-    path = output_path(target, given["output"])
     budget = given["budget"] or DEFAULT_BUDGET_S[method]
     requests = [
         Request(
@@ -85,6 +84,7 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
         )
         for spec in specs
     ]
+    path = output_path(target, given["output"])
     console = stderr_console()
     console.print(f"[bold]{target.label}[/] ({target.arch}): {method}, {len(specs)} specs, budget {budget:.0f} s")
     outcomes = _run(requests, budget, path, console)
