@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from flashgen.autograd import Attention
 from flashgen.dispatch import attend
+from flashgen.errors import UnsupportedError
 from flashgen.spec import DTYPE_NAMES
 from flashgen.tensors import (
     CPU_DTYPES,
@@ -59,18 +60,36 @@ def attention(
         if device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
             q, k, v = (as_autocast(tensor, device) for tensor in (q, k, v))
         wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        # Forward-mode differentiation marks no tensor; whoever has no rule for it must say so.
-        wants_grad = wants_grad or forward_ad._current_level >= 0
     except AttributeError:
         from_tensors(q, k, v, causal=causal, layout=layout)  # not tensors: validation says which
         raise
-    if device == "cuda" and not wants_grad and not torch.compiler.is_compiling():
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v)
+    if device == "cuda" and not wants_grad and not _is_watched():
         try:
             return attend(q, k, v, causal, scale, layout, return_lse, family)
         except RuntimeError:
             if has_memory(q, k, v):
                 raise
     return _by_operator(q, k, v, causal, scale, layout, return_lse, family, wants_grad)
+
+
+def _is_watched() -> bool:
+    """Whether somebody records operators: torch.compile, make_fx, jit.trace, a counter of FLOPs."""
+    return bool(torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state())
+
+
+def _refuse_tangents(*tensors: Tensor) -> None:
+    """Operators let tangents pass unseen, which would be derivatives of zero."""
+    if torch.compiler.is_compiling() or any(_has_tangent(each) for each in tensors):
+        raise UnsupportedError(
+            "flashgen has no forward-mode derivative of attention. Use reverse mode (torch.func.vjp, backward), or "
+            "write it out in torch."
+        )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _by_operator(
@@ -87,7 +106,7 @@ def _by_operator(
     """Calls that are differentiated, traced, mapped or on the CPU: one operator, which torch sees as a whole."""
     mask = causal_from(causal)
     # Symbolic sizes are nothing to judge: when it is traced, the operator validates as it runs.
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and all(type(size) is int for each in (q, k, v) for size in each.shape):
         check_tensors(q, k, v, layout, DTYPE_NAMES if q.is_cuda else CPU_DTYPES)
         check_scale(scale, q.dtype)
         check_device(q.device, family)

@@ -129,9 +129,11 @@ def compare(spec: Spec, problem: Problem, names: tuple[str, ...], rounds: int = 
     failures: dict[str, str] = {}
     for name in names:
         try:
-            call = _timed(PEERS[name](q, k, v, spec.causal != "none"), (q, k, v), work)
+            forward = PEERS[name](q, k, v, spec.causal != "none")
+            call = _timed(forward, (q, k, v), work)
             call()
-            memory[name] = _extra_memory(call)
+            # Of gradients with the forward before them: what that keeps is theirs.
+            memory[name] = _extra_memory(call if work == "forward" else _timed(forward, (q, k, v), "training"))
             calls[name] = call
         except torch.OutOfMemoryError:
             failures[name] = "out of memory"

@@ -46,6 +46,9 @@ class Compilations:
         for future in self.start(variant):
             result = self._compilers.outcome(future)
             if isinstance(result, Failure):
+                if result.kind == "crash":
+                    # Whoever shares the kernel tries again: a worker may die of what others do.
+                    self._futures = {key: other for key, other in self._futures.items() if other is not future}
                 return result
             compiled.append(result)
         return tuple(compiled)

@@ -129,9 +129,27 @@ def compile_kernel(
 
     target = GPUTarget("cuda", gpu.sm, 32) if gpu.backend == "cuda" else GPUTarget("hip", gpu.arch, 64)
     options = kernel_options(variant.config) if options is None else options
-    source = _source(getattr(module_of(variant), kernel), variant.spec, options, aligned=aligned)
-    launch = {name: options[name] for name in ("num_warps", "num_stages")}
+    module = module_of(variant)
+    if hasattr(module, "BLOCKS"):
+        source = _gluon_source(module, variant.spec)
+    else:
+        source = _source(getattr(module, kernel), variant.spec, options, aligned=aligned)
+    launch = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
     return triton.compile(source, target=target, options={**launch, "enable_fp_fusion": True})
+
+
+def _gluon_source(module: ModuleType, spec: Spec) -> Any:
+    """The Gluon kernel with the types of its arguments; `BLOCKS` has the shapes that its descriptors copy."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    element = {"fp16": gl.float16, "bf16": gl.bfloat16}[spec.dtype]
+    signature = {"LSE": "*fp32", "scale": "fp32"}
+    for name, block in module.BLOCKS.items():
+        layout = gl.NVMMASharedLayout.get_default_for(block, element)
+        signature[name] = f"tensordesc<{spec.dtype}[{', '.join(map(str, block))}],{layout!r}>"
+    names = module.kernel.arg_names
+    return GluonASTSource(module.kernel, {name: signature.get(name, "i32") for name in names}, constexprs={})
 
 
 # Pointers to contiguous fp32, whatever the spec's dtype; all but the last are allocated by us, thus aligned.
@@ -160,7 +178,7 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
                 attributes[(index,)] = [["tt.divisibility", 16 // spec.element_bytes]]
         else:
             signature[name] = "*fp32" if name in FLOAT_POINTERS else f"*{spec.dtype}"
-            if aligned or name in FLOAT_POINTERS[:2]:
+            if name in FLOAT_POINTERS[:2] or (aligned and name != "DLSE"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, constants, attributes)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from flashgen.cpu import attend_on_cpu
 from flashgen.errors import InputError
 from flashgen.gradients import forget as forget_gradients
+from flashgen.gradients import remember
 from flashgen.hardware import gpu_of
 from flashgen.spec import Op
 from flashgen.tensors import (
@@ -25,6 +26,7 @@ from flashgen.tensors import (
     empty_output,
     from_tensors,
     has_contiguous_rows,
+    has_memory,
     positive_scale,
     tf32_allowed,
     with_contiguous_rows,
@@ -32,9 +34,6 @@ from flashgen.tensors import (
 
 if TYPE_CHECKING:
     from flashgen.select import Selection
-
-# Plans are small and quick to make again; a service that meets ever new lengths must not grow for ever.
-MAX_PLANS = 8192
 
 
 @dataclass(frozen=True)
@@ -85,10 +84,12 @@ def attend(
         result = attend_on_cpu(q, k, v, causal_from(causal), scale, layout)
         return result if return_lse else result[0]
     try:
-        pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        q_pointer, k_pointer, v_pointer = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if not (q_pointer and k_pointer and v_pointer) and not has_memory(q, k, v):
+            raise RuntimeError("a tensor has no memory of its own")
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, pointers & 15, causal, layout, return_lse, family,
+            q.device, k.device, v.device, (q_pointer | k_pointer | v_pointer) & 15, causal, layout, return_lse, family,
             q.dtype is torch.float32 and tf32_allowed(),
         )  # fmt: skip
         plan = _plans.get(key)
@@ -98,14 +99,14 @@ def attend(
         raise
     if plan is None:
         plan = _plan(key, q, k, v, causal, layout, return_lse, family)
-    if plan.copies:
-        q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
     if scale is None:
         scale = plan.scale
     elif not (type(scale) is float and MIN_SCALE <= scale <= MAX_SCALE):
         q, scale = positive_scale(q, scale)
         return attend(q, k, v, causal, scale, layout, return_lse, family)
     out = torch.empty_like(q) if plan.out_shape is None else q.new_empty(plan.out_shape)
+    if plan.copies:
+        q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
     if plan.bound is not None:
         plan.bound(q, k, v, out, lse, scale)
@@ -161,17 +162,15 @@ def _plan(
     from flashgen.plans import as_bhsd, select_and_bind
 
     spec, problem = from_tensors(q, k, v, causal=causal, layout=layout)
-    copies = not all(has_contiguous_rows(tensor) for tensor in (q, k, v))
-    if copies:
-        q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
     out = empty_output(q, v)
     like_q = spec.head_dim == spec.head_dim_v and torch.empty_like(q).stride() == out.stride()
     out_shape = None if like_q else tuple(out.shape)
+    copies = not all(has_contiguous_rows(tensor) for tensor in (q, k, v))
+    if copies:
+        q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
     selection, bound, keep = select_and_bind(spec, problem, family, as_bhsd(layout, q, k, v, out), out.numel() == 0)
     lse_shape = (problem.batch, problem.heads, problem.seq_q)
     plan = Plan(selection, bound, spec.head_dim**-0.5, out_shape, lse_shape, copies)
     if keep:
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        remember(_plans, key, plan)
     return plan

@@ -26,7 +26,7 @@ class Evaluation:
     times: tuple[Measurement, ...]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def _tensors(spec: Spec, problem: Problem) -> dict[str, Tensor | float | None]:
     """What a launch takes, but for the workspace; allocated once, shared by all candidates of a spec."""
     q, k, v = inputs(spec, problem, "cuda")

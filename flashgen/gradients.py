@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashgen.cpu import gradients_on_cpu
+from flashgen.errors import InputError
 from flashgen.tensors import (
     MAX_SCALE,
     MIN_SCALE,
@@ -23,9 +24,11 @@ from flashgen.tensors import (
 if TYPE_CHECKING:
     from flashgen.select import Selection
 
+# Plans are small and quick to make again; a service that meets ever new lengths must not grow for ever.
 MAX_PLANS = 8192
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+Three = tuple[Tensor, Tensor, Tensor]
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def gradients(
     causal: str,
     scale: float | None,
     layout: str,
-) -> Gradients:
+) -> Three:
     """dq, dk and dv of one call of attention, each in its tensor's dtype and memory order, bitwise repeatable.
 
     Args:
@@ -61,24 +64,26 @@ def gradients(
         dlse: gradient of lse [batch, heads, seq_q]; None is zero.
 
     Raises:
+        InputError: o, lse, do or dlse are not those of q, k and v.
         UnsupportedError: no kernel does this.
     """
     if not q.is_cuda:
         return gradients_on_cpu(q, k, v, o, lse, do, dlse, causal, scale, layout)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
         return _without_a_positive_scale(q, k, v, o, lse, do, dlse, causal, scale, layout)
-    q, k, v, o, do = (with_contiguous_rows(tensor) for tensor in (q, k, v, o, do))
+    results = (empty_gradient(q), empty_gradient(k), empty_gradient(v))
+    tensors = tuple(with_contiguous_rows(tensor) for tensor in (q, k, v, o, do))
+    q, k, v, o, do = tensors
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-    tensors = (q, k, v, o, do)
-    pointers = [tensor.data_ptr() & 15 for tensor in tensors]
+    layouts = [(each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15) for each in tensors]
     key = (
-        *(tensor.shape for tensor in (q, k, v)), *(tensor.stride() for tensor in tensors), *pointers,
-        q.dtype, q.device, causal, layout, q.dtype is torch.float32 and tf32_allowed(),
+        *layouts, *(each.stride() for each in results), lse.shape, lse.dtype, None if dlse is None else dlse.shape,
+        causal, layout, q.dtype is torch.float32 and tf32_allowed(),
     )  # fmt: skip
-    results = (empty_gradient(q), empty_gradient(k), empty_gradient(v))
     plan = _plans.get(key)
     if plan is None:
+        _check(q, v, o, lse, do, dlse, layout)
         plan = _plan(key, (*tensors, *results), causal, layout)
     if plan.bound is None:
         return results[0].zero_(), results[1].zero_(), results[2].zero_()
@@ -105,10 +110,30 @@ def _plan(key: tuple[object, ...], tensors: tuple[Tensor, ...], causal: str, lay
     )
     plan = Plan(selection, bound, workspace_size(selection.variant, views[0]) if bound is not None else 0)
     if keep:
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        remember(_plans, key, plan)
     return plan
+
+
+def _check(q: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, layout: str) -> None:
+    """What autograd hands over fits by itself; whoever calls the operator by hand may not."""
+    shape = (*q.shape[:3], v.shape[3])
+    rows = shape[:3] if layout == "bhsd" else (shape[0], shape[2], shape[1])
+    wanted = {"o": (o, shape, q.dtype), "do": (do, shape, q.dtype), "lse": (lse, rows, torch.float32)}
+    if dlse is not None:
+        wanted["dlse"] = (dlse, rows, torch.float32)
+    for name, (tensor, sizes, dtype) in wanted.items():
+        if (tuple(tensor.shape), tensor.dtype, tensor.device) != (sizes, dtype, q.device):
+            raise InputError(
+                f"{name} must be {dtype} {sizes} on {q.device}, as q and v ask for, but got "
+                f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}."
+            )
+
+
+def remember(plans: dict[tuple[object, ...], P], key: tuple[object, ...], plan: P) -> None:
+    """Keep a plan for the next call of its kind."""
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
 
 
 def _without_a_positive_scale(
@@ -122,7 +147,7 @@ def _without_a_positive_scale(
     causal: str,
     scale: float,
     layout: str,
-) -> Gradients:
+) -> Three:
     """The kernels need a positive scale: the scores are those of another q, whose gradient is turned back."""
     other, positive = positive_scale(q, scale)
     dq, dk, dv = gradients(other, k, v, o, lse, do, dlse, causal, positive, layout)

@@ -134,7 +134,9 @@ def _passes(tile: Tile, spec: Spec, problem: Problem) -> tuple[float, float]:
     lines = max(1, problem.batch * problem.heads * length)
     # A tile sees what its last row sees, rounded up to the step.
     extra = (tile.block - 1) / 2 + (tile.step - math.gcd(tile.block, tile.step)) / 2
-    most = other if spec.causal == "bottom_right" else min(problem.seq_q, problem.seq_kv)
+    most = min(problem.seq_q, problem.seq_kv)
+    if (tile.stays, spec.causal) in (("q", "bottom_right"), ("kv", "top_left")):
+        most = other
     longest = math.ceil(most / tile.step)
     mean = min((problem.visible_pairs(spec.causal) / lines + extra) / tile.step, longest)
     return max(1.0, group * (mean + masked)), max(1.0, group * (longest + masked))

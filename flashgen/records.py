@@ -125,7 +125,7 @@ class Entry:
     @property
     def label(self) -> str:
         """What a message calls the entry."""
-        return f"{self.method} {self.family} {self.spec.slug} at {self.bucket.seq_q}x{self.bucket.seq_kv}"
+        return f"{self.method} {self.family} {self.spec.label} at {self.bucket.seq_q}x{self.bucket.seq_kv}"
 
     @property
     def us_per_score(self) -> float:

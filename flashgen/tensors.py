@@ -160,9 +160,9 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def has_memory(*tensors: Tensor) -> bool:
-    """Whether all tensors have data to point to: those that are fake, or that vmap wraps, have none."""
+    """Whether all tensors have data to point to; fake ones, those that vmap wraps and many subclasses have none."""
     try:
-        return all(tensor.data_ptr() >= 0 for tensor in tensors)
+        return all(tensor.data_ptr() != 0 or tensor.numel() == 0 for tensor in tensors)
     except RuntimeError:
         return False
 

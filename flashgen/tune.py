@@ -237,9 +237,13 @@ def warm_start(spec: Spec, gpu: Gpu, most: int = 8) -> tuple[Config, ...]:
     return tuple(config for config, _ in won.most_common(most))
 
 
+# Of what a study remembers (candidates.to_plain); another one is another study.
+_FORMAT = 2
+
+
 def _study_name(request: Request, family: Family) -> str:
     """Results are remembered for this GPU, these sizes and these versions, and for nothing else."""
     versions = current_versions(family.name)
-    about = [asdict(problem) for problem in request.problems], asdict(versions), request.gpu.identity
+    about = _FORMAT, [asdict(problem) for problem in request.problems], asdict(versions), request.gpu.identity
     digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     return f"{request.gpu.name}/{request.method}/{digest}"

@@ -116,7 +116,7 @@ def test_golden_file_compiles(golden: Variant, gpu: Gpu, workers: Workers) -> No
     assert low <= max(resources.shared for resources in compiled.values()) <= high <= gpu.shared_per_block
     for name, resources in compiled.items():
         # Addresses may spill before and after the hot loop, where they are needed once, and hardly inside.
-        assert resources.loop.get("spill", 0) <= 4, name
+        assert resources.loop.get("spill", 0) <= 8, name
         assert 0 < resources.registers <= 255, name
     products = "wgmma" if gpu.sm == 90 else "mma"
     for kernel in ("dkdv", "dq"):

@@ -50,6 +50,18 @@ def test_a_kernel_that_fails_fails_every_candidate_with_it(workers: Workers, mon
         assert isinstance(outcome, Failure) and "delta_kernel does not compile" in outcome.reason
 
 
+def test_a_worker_that_died_is_not_held_against_the_next(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may have been killed for what another process did."""
+    monkeypatch.setattr(module, "kernel_resources", partial(tune_tasks.die_once, tmp_path / "died"))
+    compilations = Compilations(workers, A100)
+    first, second = backward(SPEC, TILES[0], TILES[0]), backward(SPEC, TILES[0], TILES[1])
+    outcome = compilations.outcome(first)
+    assert isinstance(outcome, Failure) and outcome.kind == "crash"
+    assert compilations.outcome(second) == (tune_tasks.FITS,) * 3
+
+
 def test_what_has_not_begun_is_cancelled(workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = tmp_path / "log"
     monkeypatch.setattr(module, "kernel_resources", partial(tune_tasks.compile_and_note, log, 1.0))

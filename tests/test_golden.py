@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from variants import BACKWARD_GOLDEN, GOLDEN, compiled_hash, variant
+from variants import BACKWARD_GOLDEN, GOLDEN, HOPPER_GOLDEN, compiled_hash, variant
 
 from flashgen.compile import MAX_STACK, compile_resources
 from flashgen.families import Variant
@@ -53,7 +53,9 @@ def test_text_is_the_golden_file(golden: Variant, request: pytest.FixtureRequest
 
 
 def test_no_golden_file_is_left_over() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {golden.slug for golden in (*GOLDEN, *BACKWARD_GOLDEN)}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {
+        golden.slug for golden in (*GOLDEN, *BACKWARD_GOLDEN, *HOPPER_GOLDEN)
+    }
 
 
 def _ruff(*arguments: str, folder: Path) -> None:

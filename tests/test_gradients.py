@@ -394,8 +394,17 @@ def test_forward_mode_is_refused_not_zero() -> None:
     q, k, v = _qkv()
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))  # type: ignore[no-untyped-call]
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(UnsupportedError, match="no forward-mode derivative of attention"):
             _o(dual, k, v)
+        assert torch.equal(_o(q, k, v), _o(q, k, v))
+
+    def tangent(q: Tensor) -> Tensor:
+        return torch.func.jvp(lambda q: _o(q, k, v), (q,), (torch.ones_like(q),))[1]  # type: ignore[no-any-return]
+
+    with pytest.raises(UnsupportedError, match="forward-mode"):
+        tangent(q)
+    with pytest.raises(Exception, match="forward-mode"):
+        torch.compile(tangent, backend="aot_eager")(q)
 
 
 def test_tensors_that_hold_nothing_are_refused() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashgen.errors import InputError
 from flashgen.spec import DTYPE_NAMES, TORCH_DTYPES, Causal, Problem, Spec
-from flashgen.tensors import causal_from, check_scale, from_tensors
+from flashgen.tensors import causal_from, check_scale, from_tensors, has_memory
 
 
 def _tensors(
@@ -152,3 +152,17 @@ def test_scales_that_fp32_cannot_hold(scale: float) -> None:
             check_scale(scale, dtype)
         assert f"got {scale!r}" in str(error.value)
     check_scale(scale, torch.float64)
+
+
+def test_who_has_memory() -> None:
+    tensor, empty = torch.ones(2, 3), torch.ones(0, 3)
+    assert has_memory(tensor, empty) and not has_memory(tensor, torch.empty(2, 3, device="meta"))
+    seen: list[bool] = []
+
+    def look(inside: Tensor) -> Tensor:
+        seen.append(has_memory(inside))
+        return inside
+
+    torch.vmap(look)(tensor)
+    torch.func.functionalize(look)(tensor)
+    assert seen == [False, False]

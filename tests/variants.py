@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
-from flashgen.compile import compile_kernel
+from flashgen.compile import compile_kernel, kernel_resources
 from flashgen.families import FAMILIES, Variant
+from flashgen.families.hopper_fwd import HOPPER_FWD
 from flashgen.hardware import Gpu
+from flashgen.resources import Resources
 from flashgen.space import Config
 from flashgen.spec import Spec
 
@@ -61,3 +63,22 @@ BACKWARD_GOLDEN = (
     # Wide heads: one sum after the other.
     backward(Spec("backward", 256, 256, "bf16"), (32, 64, 4, 2), (64, 32, 4, 2)),
 )
+
+
+def hopper(spec: Spec, *numbers: int) -> Variant:
+    """A variant of `hopper_fwd`, its choices in their order."""
+    return Variant(HOPPER_FWD, spec, Config(**dict(zip(HOPPER_FWD.choices, numbers, strict=True))))
+
+
+HOPPER_GOLDEN = (
+    hopper(Spec(dtype="bf16"), 2, 128, 2, 1, 1, 0, 0),
+    hopper(Spec(dtype="bf16", causal="bottom_right"), 2, 128, 2, 1, 1, 1, 0),
+    hopper(Spec(head_dim=64, head_dim_v=64, dtype="fp16"), 3, 128, 2, 1, 0, 0, 0),
+    hopper(Spec(head_dim=256, head_dim_v=256, dtype="bf16", causal="top_left"), 2, 64, 2, 0, 0, 1, 1),
+    hopper(Spec(head_dim=72, head_dim_v=40, dtype="fp16", causal="bottom_right"), 2, 64, 3, 1, 1, 0, 0),
+)
+
+
+def hopper_resources(which: int, gpu: Gpu) -> Resources:
+    """What a golden file of `hopper_fwd` compiles to."""
+    return kernel_resources(HOPPER_GOLDEN[which], gpu, "kernel")

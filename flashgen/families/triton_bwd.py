@@ -74,8 +74,8 @@ def _shared_memory(tile: Tile, spec: Spec, gpu: Gpu) -> tuple[int, int]:
         return 0, block + stages * step + scores
     if has_warpgroups(gpu) and tile.block >= 64:
         if gpu.sm == 90 and stages > 1:
-            # P and dS stay in registers.
-            return block + stages * step, block + stages * step + 8 * stages * tile.step
+            # P and dS stay in registers; at most 256 bytes of padding were seen.
+            return block + stages * step, block + stages * step + 8 * stages * tile.step + 1024
         barriers = 1024 if gpu.sm >= 100 else 0  # Blackwell's, as in the forward
         return block + (stages * step if stages > 1 else step // 2), block + stages * step + scores + barriers
     return block + (stages - 1) * step, block + max(stages - 1, 1) * step + scores

@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import flashgen
 from flashgen.check import max_error
+from flashgen.errors import InputError
 from flashgen.nn import FlashAttention
 from flashgen.reference import plain_attention
 
@@ -222,6 +225,47 @@ def test_the_operators_pass_opcheck(layout: str) -> None:
     for dlse in (None, torch.randn_like(lse)):
         outcome = torch.library.opcheck(torch.ops.flashgen.backward, (q, k, v, o, lse, do, dlse, *options))
         assert set(outcome.values()) == {"SUCCESS"} and len(outcome) == 4
+
+
+def interleaved_heads(seq: int, heads: int, odd: int = 0) -> Tensor:
+    """[2, heads, seq, 64] of a projection whose last dimension holds q, k and v in turn: no row is contiguous."""
+    return draw(2, seq, heads, 64, 3 + odd)[..., odd].transpose(1, 2)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_results_are_laid_out_as_fake_tensors_say(odd: int) -> None:
+    """Also where rows are strided, thus copied first: two layouts with the same copy, one after the other."""
+    for q, k in (
+        (interleaved_heads(33, 4, odd), interleaved_heads(47, 2)),
+        (interleaved_heads(33, 4, odd).contiguous().mT.contiguous().mT, interleaved_heads(47, 2).contiguous()),
+    ):
+        do = draw(*q.shape)
+        real = both_ways(causal_attention, q, k, k, do)
+        with FakeTensorMode() as mode:
+            fake = both_ways(causal_attention, *(mode.from_tensor(each) for each in (q, k, k, do)))
+        assert [each.stride() for each in real] == [each.stride() for each in fake]
+        assert_close(real, q, k, k, do)
+
+
+def test_whoever_watches_sees_one_operator() -> None:
+    """A graph recorded from a kernel launched past the recorder would return memory that nobody wrote."""
+    q, k, v, _ = draw_call()
+    expected = causal_attention(q, k, v)
+    with torch.no_grad():
+        graph = make_fx(causal_attention)(q, k, v)
+    assert any("flashgen.forward" in str(node.target) for node in graph.graph.nodes)
+    assert torch.equal(graph(q, k, v), expected)
+
+
+def test_the_backward_operator_judges_what_it_is_given() -> None:
+    q, k, v, do = draw_call()
+    o, lse = flashgen.attention(q, k, v, return_lse=True)
+    options = ("none", None, "bhsd")
+    good = torch.ops.flashgen.backward(q, k, v, o, lse, do, None, *options)
+    for bad in ((o, lse, do[:, :, :5]), (o, lse[:, :1], do), (o.bfloat16(), lse, do), (o, lse.cpu(), do)):
+        with pytest.raises(InputError, match="as q and v ask for"):
+            torch.ops.flashgen.backward(q, k, v, *bad, None, *options)
+    assert_same(torch.ops.flashgen.backward(q, k, v, o, lse, do, None, *options), good)
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0, 0), (0, None, None, 0), (1, 1, 1, 1)], ids=str)

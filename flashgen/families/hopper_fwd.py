@@ -1,0 +1,118 @@
+"""`hopper_fwd`: a FlashAttention-3 forward in Gluon, for sm_90: one warp copies, two or three warpgroups compute."""
+
+from __future__ import annotations
+
+from flashgen.families.family import Family, Tile
+from flashgen.hardware import Gpu
+from flashgen.space import Config, Rule
+from flashgen.spec import Spec
+
+CHOICES = {
+    # Warpgroups that compute, 64 rows each.
+    "consumers": (2, 3),
+    "block_kv": (64, 128),
+    "stages": (2, 3, 4),
+    # Whether blocks of threads stay and take tile after tile, or leave after one.
+    "persistent": (0, 1),
+    # Whether the first product of the next tile is issued with the last one of this tile.
+    "ahead": (0, 1),
+    # Whether the two consumers take turns at the tensor cores.
+    "ping_pong": (0, 1),
+    # Whether the output leaves through Q's place in shared memory.
+    "reuse_q": (0, 1),
+}
+GLUON_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+
+
+def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
+    """(low, high) bytes: Q, the rings of K and V, the output's way out; then barriers and what specialising takes.
+
+    The last came to at most 460 bytes in compiled kernels.
+    """
+    rows, element = 64 * config["consumers"], spec.element_bytes
+    q = (1 + config["ahead"]) * rows * spec.block_d * element
+    kv = config["stages"] * config["block_kv"] * (spec.block_d + spec.block_dv) * element
+    low = q + kv + (0 if config["reuse_q"] else rows * spec.block_dv * element)
+    return low, low + 1024
+
+
+def _capability_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    if gpu.backend != "cuda" or gpu.sm != 90:
+        return f"{gpu.name} is {gpu.arch}; this kernel is written for sm_90"
+    if spec.dtype not in GLUON_DTYPES:
+        return f"{spec.dtype} inputs are not taken; use fp16 or bf16"
+    if spec.head_dim * spec.element_bytes % 16 or spec.head_dim_v * spec.element_bytes % 16:
+        return f"rows of {spec.head_dim} and {spec.head_dim_v} elements are no multiples of 16 bytes, which TMA copies"
+    return None
+
+
+def _combination_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    if config["ping_pong"] and config["consumers"] != 2:
+        return "ping_pong=1 is for two consumers"
+    if config["ahead"] and not config["persistent"]:
+        return "ahead=1 needs a next tile, thus persistent=1"
+    if config["reuse_q"] and spec.block_d != spec.block_dv:
+        return f"reuse_q=1 needs an output as wide as q, but got {spec.block_dv} and {spec.block_d}"
+    return None
+
+
+def _registers_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    """A consumer thread has 240 or, of three, 160; P in 16 bits beside S and the accumulator leaves 64 or 32 free."""
+    need = spec.block_dv // 2 + config["block_kv"] * 3 // 4
+    most = 176 if config["consumers"] == 2 else 128
+    if need > most:
+        return f"keeps {need} registers of S, P and output a thread, where {most} are left"
+    return None
+
+
+def _shared_memory_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    low, _ = shared_memory(spec, config, gpu)
+    if low > gpu.shared_per_block:
+        return f"needs at least {low} bytes of shared memory, {gpu.name} allows {gpu.shared_per_block}"
+    return None
+
+
+def tiles(spec: Spec, config: Config) -> tuple[Tile, ...]:
+    """Rows stay, keys stream; the warp that copies is not counted."""
+    consumers = config["consumers"]
+    width, resident = spec.block_d + spec.block_dv, spec.block_d
+    return (
+        Tile(
+            "kernel", "q", 64 * consumers, config["block_kv"], 4 * consumers, config["stages"], width, resident,
+            spec.block_dv,
+        ),
+    )  # fmt: skip
+
+
+def default(spec: Spec, gpu: Gpu) -> Config:
+    """What was best on an H200 for narrow, medium and wide heads, as far as shared memory goes."""
+    causal = int(spec.causal != "none")
+    width = max(spec.block_d, spec.block_dv)
+    names = ("consumers", "block_kv", "stages", "persistent", "ahead", "ping_pong", "reuse_q")
+    if width <= 64:
+        numbers = (2, 128, 2, 1, 1, causal, 0) if causal else (3, 128, 2, 1, 1, 0, 0)
+    elif width <= 128:
+        numbers = (2, 128, 2, 0, 0, 1, 0) if causal else (2, 128, 2, 1, 1, 0, 0)
+    else:
+        numbers = (2, 64, 2, 1, 0, causal, int(spec.block_d == spec.block_dv))
+    return Config(**dict(zip(names, numbers, strict=True)))
+
+
+RULES = (
+    Rule("capability", _capability_broken),
+    Rule("combination", _combination_broken),
+    Rule("registers", _registers_broken),
+    Rule("shared memory", _shared_memory_broken),
+)
+
+HOPPER_FWD = Family(
+    name="hopper_fwd",
+    op="forward",
+    choices=CHOICES,
+    rules=RULES,
+    default=default,
+    shared_memory=shared_memory,
+    tiles=tiles,
+    kernels={"kernel": tuple(CHOICES)},
+    derived=lambda spec: {"gluon_dtype": GLUON_DTYPES[spec.dtype]},
+)

@@ -1,0 +1,119 @@
+"""`hopper_fwd`, which no GPU has run yet and nothing offers: its rules, and its text compiled for sm_90."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from variants import HOPPER_FWD, HOPPER_GOLDEN, hopper, hopper_resources
+
+from flashgen.families import FAMILIES, Variant
+from flashgen.hardware import KNOWN_GPUS, Gpu
+from flashgen.render import render
+from flashgen.spec import Causal, DType, Spec
+from flashgen.workers import Workers
+
+FOLDER = Path(__file__).parent / "golden"
+H200 = Gpu.named("h200")
+CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
+DTYPES: tuple[DType, ...] = ("fp16", "bf16")
+WIDTHS = [(64, 64), (128, 128), (192, 128), (256, 256), (72, 40), (8, 256)]
+SPECS = [Spec("forward", *width, dtype, causal) for width, dtype, causal in itertools.product(WIDTHS, DTYPES, CAUSAL)]
+PATIENCE = 300
+
+every_golden = pytest.mark.parametrize("golden", HOPPER_GOLDEN, ids=lambda golden: golden.slug)
+
+
+def test_nobody_is_offered_what_never_ran() -> None:
+    assert HOPPER_FWD.name not in FAMILIES
+
+
+@every_golden
+def test_text_is_the_golden_file(golden: Variant, request: pytest.FixtureRequest) -> None:
+    path = FOLDER / f"{golden.slug}.py"
+    text = render(golden)
+    if request.config.getoption("--update-golden"):
+        path.write_text(text)
+    assert path.exists(), "pytest --update-golden writes it"
+    assert text == path.read_text()
+
+
+def test_every_text_is_formatted_and_clean(tmp_path: Path) -> None:
+    for spec in SPECS:
+        each = Variant(HOPPER_FWD, spec, HOPPER_FWD.default(spec, H200))
+        (tmp_path / f"{each.slug}.py").write_text(render(each))
+    assert len(list(tmp_path.iterdir())) == len(SPECS)
+    for command in (("format", "--check"), ("check", "--select", "F,B,E501")):
+        arguments = [
+            sys.executable,
+            "-m",
+            "ruff",
+            *command,
+            "--isolated",
+            "--no-cache",
+            "--line-length",
+            "120",
+            tmp_path,
+        ]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_variants_of_one_spec_differ_in_the_config_only() -> None:
+    texts = [render(hopper(Spec(), *numbers)) for numbers in ((2, 128, 2, 1, 1, 0, 0), (2, 64, 3, 0, 0, 1, 0))]
+    one, other = ([line for line in text.splitlines() if "CONFIG = {" not in line] for text in texts)
+    assert [line for line in one if line not in other] == [line for line in one if line.startswith("config: ")]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.slug)
+def test_default_obeys_the_rules(spec: Spec) -> None:
+    config = HOPPER_FWD.default(spec, H200)
+    assert HOPPER_FWD.refuses(spec, config, H200) is None
+    assert HOPPER_FWD.shared_memory(spec, config, H200)[1] <= H200.shared_per_block
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "numbers", "words"),
+    [
+        ("capability", Spec(dtype="fp32"), (2, 128, 2, 1, 1, 0, 0), ["fp32", "fp16 or bf16"]),
+        ("capability", Spec(head_dim=36, head_dim_v=36), (2, 128, 2, 1, 1, 0, 0), ["36", "16 bytes"]),
+        ("combination", Spec(), (3, 64, 2, 1, 1, 1, 0), ["ping_pong=1", "two consumers"]),
+        ("combination", Spec(), (2, 128, 2, 0, 1, 0, 0), ["ahead=1", "persistent=1"]),
+        ("combination", Spec(head_dim=192, head_dim_v=128), (2, 64, 2, 0, 0, 0, 1), ["reuse_q=1", "128", "256"]),
+        ("registers", Spec(head_dim=256, head_dim_v=256), (2, 128, 2, 1, 0, 0, 1), ["224", "176"]),
+        ("shared memory", Spec(), (2, 128, 4, 1, 1, 0, 0), ["360448", "232448"]),
+    ],
+)
+def test_refusals_have_reasons(kind: str, spec: Spec, numbers: tuple[int, ...], words: list[str]) -> None:
+    rejection = HOPPER_FWD.refuses(spec, hopper(spec, *numbers).config, H200)
+    assert rejection is not None and rejection.kind == kind, rejection
+    assert all(word in rejection.reason for word in words), rejection.reason
+
+
+def test_other_architectures_are_refused() -> None:
+    spec = Spec()
+    for gpu in KNOWN_GPUS.values():
+        rejection = HOPPER_FWD.refuses(spec, HOPPER_FWD.default(spec, gpu), gpu)
+        assert (rejection is None) == (gpu.sm == 90), gpu.name
+        assert rejection is None or "written for sm_90" in rejection.reason
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("which", range(len(HOPPER_GOLDEN)), ids=lambda which: HOPPER_GOLDEN[which].slug)
+def test_golden_file_compiles(which: int, workers: Workers) -> None:
+    golden = HOPPER_GOLDEN[which]
+    assert HOPPER_FWD.refuses(golden.spec, golden.config, H200) is None
+    used = workers.outcome(workers.submit(PATIENCE, hopper_resources, which, H200))
+    low, high = HOPPER_FWD.shared_memory(golden.spec, golden.config, H200)
+    assert low <= used.shared <= high <= H200.shared_per_block
+    # Of three consumers with 160 registers, some values wait in memory between tiles.
+    assert used.loop["wgmma"] > 0 and used.stack <= (128 if golden.config["consumers"] == 3 else 0)
