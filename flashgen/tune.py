@@ -182,7 +182,8 @@ class _Run:
             if not ahead:
                 return
             variant = ahead.popleft()
-            if time.monotonic() > deadline and compilations.cancelled(variant):
+            # The first one, the family's default, is waited for: a winner that nothing beat is better than none.
+            if self.progress.done and time.monotonic() > deadline and compilations.cancelled(variant):
                 continue
             compiled = compilations.outcome(variant)
             result = self._judge(variant, compiled)

@@ -205,6 +205,18 @@ def test_nothing_starts_after_the_deadline(compilers: Workers, monkeypatch: pyte
     assert len(outcome.entries(None)) == 2
 
 
+def test_the_default_is_waited_for(compilers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A budget that ends while the first candidates compile still leaves a winner."""
+    monkeypatch.setattr(compilations, "kernel_resources", partial(tune_tasks.compile_and_note, tmp_path / "log", 1.0))
+    request = _request(budget_s=0.2)
+    outcome = _tune(request, compilers)
+    assert outcome.candidates and len(outcome.entries(None)) == 2
+    default = request.families[0].default(request.spec, request.gpu)
+    assert outcome.candidates[0].variant.config == default
+    # Each worker may hold one more task when time is up.
+    assert len(outcome.candidates) <= 2 * compilers.count
+
+
 def test_no_time_at_all(compilers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = tmp_path / "log"
     monkeypatch.setattr(compilations, "kernel_resources", partial(tune_tasks.compile_and_note, log, 0.0))
