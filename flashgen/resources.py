@@ -72,6 +72,7 @@ _KINDS = {
     "FADD2": "fp32x2", "FMUL2": "fp32x2", "FFMA2": "fp32x2",
     "LDS": "shared", "STS": "shared", "LDSM": "ldmatrix", "STSM": "shared", "LDGSTS": "cp_async", "UTMALDG": "cp_async",
     "LDG": "global", "STG": "global", "LDL": "spill", "STL": "spill", "BAR": "barrier", "WARPGROUP": "warpgroup",
+    "PRMT": "permute",
 }  # fmt: skip
 
 
@@ -89,18 +90,23 @@ def disassemble(cubin: bytes) -> str:
 def loop_instructions(sass: str) -> dict[str, int]:
     """Count the instructions of the hot loop, by kind and in total: of the innermost loops, the leanest with products.
 
-    Masked loops do the same products with more instructions around them, and outer ones (a persistent grid, waits that
-    jump back) hold several.
+    Masked loops do the same products with more instructions around them, and outer ones (a persistent grid) hold
+    several. Where warps are specialised, a wait for a barrier stands behind the code and jumps back without a
+    condition: what lies between is no loop, so jumps with a condition count alone if they enclose products.
     """
     lines = sass.splitlines()
     labels = {line[:-1]: number for number, line in enumerate(lines) if line.startswith(".L_x_")}
     loops: dict[tuple[int, int], Counter[str]] = {}
+    conditional: dict[tuple[int, int], Counter[str]] = {}
     for number, line in enumerate(lines):
-        jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
-        if jump is not None and labels.get(jump[1], number) < number:
-            counts = _count(lines[labels[jump[1]] : number + 1])
-            if counts["wgmma"] + counts["mma"] + counts["tcgen05"] + counts["fp32"]:
-                loops[labels[jump[1]], number] = counts
+        jump = re.search(r"(@!?U?P\w+ +)?BRA\b.*`\((\.L_x_\d+)\)", line)
+        if jump is not None and labels.get(jump[2], number) < number:
+            counts = _count(lines[labels[jump[2]] : number + 1])
+            if _products(counts) + counts["fp32"]:
+                loops[labels[jump[2]], number] = counts
+            if _products(counts) and jump[1]:
+                conditional[labels[jump[2]], number] = counts
+    loops = conditional or loops
     innermost = [
         counts
         for (start, stop), counts in loops.items()
