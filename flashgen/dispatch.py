@@ -13,7 +13,6 @@ from flashgen.cpu import attend_on_cpu
 from flashgen.errors import InputError
 from flashgen.gradients import forget as forget_gradients
 from flashgen.gradients import remember
-from flashgen.hardware import gpu_of
 from flashgen.spec import Op
 from flashgen.tensors import (
     CPU_DTYPES,
@@ -128,14 +127,14 @@ def explain(
     Arguments as for `attention`; nothing is launched. `op="backward"` explains the kernel for its gradients, which
     `attention` chooses on its own. `str()` of the result is meant for people.
     """
-    from flashgen.select import select
+    from flashgen.plans import select_for
 
     spec, problem = from_tensors(q, k, v, causal=causal, layout=layout)
     if not q.is_cuda:
         raise InputError(
             f"explain is about kernels on a GPU, but the tensors are on {q.device}: plain torch runs there."
         )
-    return select(replace(spec, op=op), problem, gpu_of(q.device.index), family)
+    return select_for(replace(spec, op=op), problem, family, [with_contiguous_rows(each) for each in (q, k, v)])
 
 
 def forget() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashgen.errors import UnsupportedError
 from flashgen.hardware import gpu_of
-from flashgen.launch import bind
+from flashgen.launch import bind, is_aligned
 from flashgen.select import Selection, give_up, select
 from flashgen.spec import Problem, Spec
 
@@ -38,7 +38,7 @@ def select_and_bind(
     with _planning:
         # A capture must not read files; what is chosen then without them is not kept for later.
         capturing = torch.cuda.is_current_stream_capturing()
-        selection = select(spec, problem, gpu_of(views[0].device.index), family, read_files=not capturing)
+        selection = select_for(spec, problem, family, views, read_files=not capturing)
         if nothing:
             return selection, None, not capturing
         try:
@@ -48,10 +48,23 @@ def select_and_bind(
         except Exception as error:  # whatever a compiler does with a config that was tuned under another version
             if selection.method == "default":
                 raise
-            selection = give_up(selection, spec, family, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            selection = give_up(selection, spec, family, reason, aligned=_suits_tma(views))
             warnings.warn(f"{selection.notes[0]}. Using {selection.variant.slug}. Tune again.", stacklevel=4)
             bound = bind(selection.variant, *views)
         return selection, bound, not capturing
+
+
+def select_for(
+    spec: Spec, problem: Problem, family: str | None, tensors: Sequence[Tensor], *, read_files: bool = True
+) -> Selection:
+    """The variant for these tensors, as `select_and_bind` chooses it."""
+    gpu = gpu_of(tensors[0].device.index)
+    return select(spec, problem, gpu, family, read_files=read_files, aligned=_suits_tma(tensors))
+
+
+def _suits_tma(tensors: Sequence[Tensor]) -> bool:
+    return is_aligned(*tensors) and all(stride > 0 for tensor in tensors for stride in tensor.stride())
 
 
 def as_bhsd(layout: str, *tensors: Tensor) -> list[Tensor]:

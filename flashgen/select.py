@@ -49,7 +49,15 @@ class Selection:
         return "\n".join(lines)
 
 
-def select(spec: Spec, problem: Problem, gpu: Gpu, family: str | None = None, *, read_files: bool = True) -> Selection:
+def select(
+    spec: Spec,
+    problem: Problem,
+    gpu: Gpu,
+    family: str | None = None,
+    *,
+    read_files: bool = True,
+    aligned: bool = True,
+) -> Selection:
     """Choose the variant for one call; remembered per bucket.
 
     Args:
@@ -58,15 +66,16 @@ def select(spec: Spec, problem: Problem, gpu: Gpu, family: str | None = None, *,
         gpu: where it will run.
         family: only this family, or an error.
         read_files: whether tuned files may be consulted if they were not already.
+        aligned: whether all rows start on 16-byte boundaries, by positive strides.
 
     Raises:
         UnknownNameError: no such family.
         UnsupportedError: no family can run this spec on this GPU; the message lists why.
     """
-    key = (spec, problem.bucket, gpu, family)
+    key = (spec, problem.bucket, gpu, family, aligned)
     if not read_files and key not in _selected:
         note = "tuned files are not read while a CUDA graph is captured"
-        return _default(spec, problem.bucket, gpu, _candidates(spec, family), (note,))
+        return _default(spec, problem.bucket, gpu, _candidates(spec, family, aligned), (note,))
     if key not in _selected:
         _selected[key] = _select(*key)
     return _selected[key]
@@ -78,7 +87,7 @@ def current_versions(family: str, driver: str | None = None) -> Versions:
     return Versions(VERSION, triton, torch.__version__, driver, template_hash(family))
 
 
-_selected: dict[tuple[Spec, Bucket, Gpu, str | None], Selection] = {}
+_selected: dict[tuple[Spec, Bucket, Gpu, str | None, bool], Selection] = {}
 
 
 def forget_selections() -> None:
@@ -86,25 +95,30 @@ def forget_selections() -> None:
     _selected.clear()
 
 
-def give_up(selection: Selection, spec: Spec, family: str | None, reason: str) -> Selection:
+def give_up(selection: Selection, spec: Spec, family: str | None, reason: str, *, aligned: bool = True) -> Selection:
     """Replace a tuned variant that this machine cannot compile or load by the default, for later calls as well."""
     notes = (f"{selection.variant.slug} from {selection.source} does not work here: {reason}", *selection.notes)
-    fallback = _default(spec, selection.bucket, selection.gpu, _candidates(spec, family), notes)
-    _selected[spec, selection.bucket, selection.gpu, family] = fallback
+    fallback = _default(spec, selection.bucket, selection.gpu, _candidates(spec, family, aligned), notes)
+    _selected[spec, selection.bucket, selection.gpu, family, aligned] = fallback
     return fallback
 
 
-def _candidates(spec: Spec, family: str | None) -> list[Family]:
+def _candidates(spec: Spec, family: str | None, aligned: bool) -> list[Family]:
     if family is None:
-        return list(families_of(spec.op))
+        return [each for each in families_of(spec.op) if aligned or not each.aligned]
     named = family_named(family)
     if named.op != spec.op:
         raise UnsupportedError(f"family {named.name!r} computes op={named.op!r}, but {spec.op!r} is needed.")
+    if named.aligned and not aligned:
+        raise UnsupportedError(
+            f"family {named.name!r} needs rows that start on 16-byte boundaries, by positive strides. Copy the tensors "
+            "with contiguous(), or leave family out."
+        )
     return [named]
 
 
-def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None) -> Selection:
-    candidates = _candidates(spec, family)
+def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: bool) -> Selection:
+    candidates = _candidates(spec, family, aligned)
     names = [candidate.name for candidate in candidates]
     found = lookup(spec, bucket, gpu, families=names, current={name: current_versions(name) for name in names})
     if found.found is None:

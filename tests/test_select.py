@@ -12,6 +12,7 @@ from entries import H200, SPEC, USABLE, entry
 from flashgen import store
 from flashgen.errors import UnknownNameError, UnsupportedError
 from flashgen.families import FAMILIES
+from flashgen.families.hopper_fwd import HOPPER_FWD
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.records import Entry
 from flashgen.select import Selection, current_versions, forget_selections, select
@@ -246,3 +247,13 @@ def test_a_selection_reads_well(tuned: Callable[..., Path]) -> None:
     assert source.strip() == f"source: {path}"
     assert notes and all(note.startswith("  note:   ") for note in notes)
     assert "source: built into the family" in str(_select(ODD))
+
+
+def test_layouts_that_a_family_cannot_copy_go_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMA takes rows on 16-byte boundaries only."""
+    monkeypatch.setitem(FAMILIES, HOPPER_FWD.name, HOPPER_FWD)
+    spec, problem = Spec(), Problem(2, 16, 16, 4096, 4096)
+    assert select(spec, problem, H200, "hopper_fwd").variant.family is HOPPER_FWD
+    with pytest.raises(UnsupportedError, match=r"needs rows that start on 16-byte boundaries.*contiguous\(\)"):
+        select(spec, problem, H200, "hopper_fwd", aligned=False)
+    assert select(spec, problem, H200, aligned=False).variant.family.name == "triton_fwd"

@@ -50,6 +50,7 @@ class Family:
         tiles: for each loop of each kernel how it goes through the work; for the model.
         kernels: the kernels of the generated file in the order in which they are launched, each with the choices that
             it is compiled with: configs that agree in these share it.
+        aligned: whether it takes only tensors whose rows start on 16-byte boundaries and whose strides are positive.
         derived: what else the template may name, where its structure depends on more than a spec says.
     """
 
@@ -61,6 +62,7 @@ class Family:
     shared_memory: Callable[[Spec, Config, Gpu], tuple[int, int]]
     tiles: Callable[[Spec, Config], tuple[Tile, ...]]
     kernels: Mapping[str, tuple[str, ...]]
+    aligned: bool = False
     derived: Callable[[Spec], Mapping[str, object]] = lambda spec: {}
 
     def __reduce__(self) -> tuple[Callable[[str], Family], tuple[str]]:

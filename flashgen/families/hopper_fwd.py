@@ -114,5 +114,6 @@ HOPPER_FWD = Family(
     shared_memory=shared_memory,
     tiles=tiles,
     kernels={"kernel": tuple(CHOICES)},
+    aligned=True,
     derived=lambda spec: {"gluon_dtype": GLUON_DTYPES[spec.dtype]},
 )

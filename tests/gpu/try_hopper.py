@@ -19,10 +19,9 @@ from variants import HOPPER_FWD
 from flashgen.benchmark import flops, inputs, interleaved
 from flashgen.check import Accuracy, check
 from flashgen.compare import PEERS
-from flashgen.compile import module_of
 from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import Gpu
-from flashgen.launch import launcher
+from flashgen.launch import bind, launcher
 from flashgen.space import Config, Rejection
 from flashgen.spec import Causal, Problem, Spec
 from flashgen.workers import Failure, Workers
@@ -41,7 +40,7 @@ def variants_of(spec: Spec, most: int) -> list[Variant]:
 
 def checked(spec: Spec, config: Config) -> Accuracy | Rejection:
     """Numbers of one variant; the family is not listed, so its parts travel to this process."""
-    return check(module_of(Variant(HOPPER_FWD, spec, config)).launch, spec, "cuda")
+    return check(launcher(Variant(HOPPER_FWD, spec, config)), spec, "cuda")
 
 
 def timed(spec: Spec, configs: list[Config], seq: int) -> list[tuple[str, float]]:
@@ -52,11 +51,11 @@ def timed(spec: Spec, configs: list[Config], seq: int) -> list[tuple[str, float]
     o, scale = torch.empty_like(q), spec.head_dim**-0.5
     calls = {"cudnn": torch.no_grad()(PEERS["cudnn"](q, k, v, spec.causal != "none"))}
     triton_fwd = FAMILIES["triton_fwd"]
-    plain = launcher(Variant(triton_fwd, spec, triton_fwd.default(spec, H200)))
+    plain = bind(Variant(triton_fwd, spec, triton_fwd.default(spec, H200)), q, k, v, o)
     calls["triton_fwd"] = functools.partial(plain, q, k, v, o, None, scale)
     for config in configs:
         variant = Variant(HOPPER_FWD, spec, config)
-        calls[variant.slug] = functools.partial(module_of(variant).launch, q, k, v, o, None, scale)
+        calls[variant.slug] = functools.partial(bind(variant, q, k, v, o), q, k, v, o, None, scale)
     times = interleaved(calls, rounds=3)
     speed = [(name, flops(spec, problem) / each.median_us / 1e6) for name, each in times.items()]
     return sorted(speed, key=lambda each: -each[1])
