@@ -8,9 +8,10 @@ cli.
 
 from __future__ import annotations
 
+from flashgen import nn as nn
 from flashgen.api import attention
 from flashgen.dispatch import explain, forget
 from flashgen.errors import FlashgenError
 from flashgen.version import VERSION as __version__
 
-__all__ = ["FlashgenError", "__version__", "attention", "explain", "forget"]
+__all__ = ["FlashgenError", "__version__", "attention", "explain", "forget", "nn"]
