@@ -125,9 +125,15 @@ class Described:
 
 def _described(bound: Bound, views: tuple[Tensor, ...]) -> Callable[..., None]:
     """A launch whose kernel takes q, k, v and o as descriptors; made anew each time, as threads share the rest."""
-    (q_layout, k_layout, v_layout, o_layout) = ((list(view.shape), list(view.stride())) for view in views)
+    q_layout, k_layout, v_layout, o_layout = ((list(view.shape), list(view.stride())) for view in views)
+    nothing_to_see = views[1].numel() == 0
 
     def launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, scale: float) -> None:
+        if nothing_to_see:  # TMA describes no empty tensor
+            o.zero_()
+            if lse is not None:
+                lse.fill_(-torch.inf)
+            return
         described = Described(q, *q_layout), Described(k, *k_layout), Described(v, *v_layout), Described(o, *o_layout)
         bound(*described, lse, scale)
 
