@@ -1,0 +1,501 @@
+"""Runs the text of a `hopper_fwd` kernel on the CPU: numpy stands for Gluon, one greenlet for each of its warps.
+
+A warp gives control back before everything that another can see or that is asynchronous; which one goes on, and when a
+copy lands, is drawn at random. A `Fault` is raised for what a GPU would turn into a hang or a wrong number on some
+days: a deadlock, shared memory overwritten under a reader, an unbalanced barrier, an int32 that overflows.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from greenlet import getcurrent, greenlet
+
+GLUON = "triton.experimental.gluon"
+
+
+class Fault(Exception):
+    """The kernel does what it must not, in this interleaving."""
+
+
+class Int32(int):
+    """A Triton integer: overflow, and division of negatives, which rounds otherwise than in Python, are faults."""
+
+    def _checked(name: str) -> Callable[[Int32, Any], Any]:  # type: ignore[misc]
+        function = getattr(int, name)
+        divides = "div" in name or "mod" in name
+
+        def operate(self: Int32, other: Any) -> Any:
+            if not isinstance(other, int):
+                return NotImplemented
+            if divides and (self < 0 or other < 0):
+                raise Fault(f"division of a negative: {int(self)} {name} {int(other)}")
+            result = function(int(self), int(other))
+            if not -(2**31) <= result < 2**31:
+                raise Fault(f"int32 overflows: {int(self)} {name} {int(other)}")
+            return Int32(result)
+
+        return operate
+
+    for _name in ("add", "sub", "mul", "and", "xor", "floordiv", "mod"):
+        locals()[f"__{_name}__"] = _checked(f"__{_name}__")
+        locals()[f"__r{_name}__"] = _checked(f"__r{_name}__")
+
+    # What a constexpr holds.
+    value = property(int)
+
+    def to(self, dtype: str) -> int:
+        """int64, which is not checked."""
+        return int(self)
+
+
+class Tensor(np.ndarray):
+    """Values in registers, fp32 whatever they are converted to."""
+
+    def to(self, dtype: str) -> Tensor:
+        return self
+
+
+def _tensor(values: Any) -> Tensor:
+    return np.asarray(values).view(Tensor)
+
+
+@dataclass
+class Pointer:
+    """Where a kernel writes, `memory[offset]`; null without memory."""
+
+    memory: np.ndarray | None
+    offset: Any = 0
+
+    def to(self, dtype: str) -> int:
+        return 0 if self.memory is None else 4096
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+
+class Descriptor:
+    """A tensor that TMA copies block by block, and how often each of its rows was written."""
+
+    dtype, layout = "float", None
+
+    def __init__(self, name: str, array: np.ndarray, block: list[int]) -> None:
+        self.name, self.array, self.block = name, array, block
+        self.block_type = SimpleNamespace(nbytes=2 * int(np.prod(block)))
+        self.writes = np.zeros(array.shape[:3], int)
+
+
+class Barrier:
+    """An mbarrier: its phase ends when all have arrived and all bytes have landed. Methods as in Gluon's `mbarrier`."""
+
+    MBarrierLayout = SimpleNamespace
+
+    def __init__(self, name: str) -> None:
+        self.name, self.phase, self.bytes = name, 0, 0
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = int(count)
+
+    def change(self, arrivals: int = 0, expected: int = 0) -> None:
+        self.pending -= arrivals
+        self.bytes += expected
+        if self.pending < 0:
+            raise Fault(f"too many arrive at {self.name}")
+        if self.pending == 0 and self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+
+    def wait(self, phase: int, pred: bool = True) -> None:
+        if pred:
+            _pause(f"wait for {self.name}, phase {int(phase)}", lambda: self.phase & 1 != phase)
+        else:
+            Program.current.warp().idle = True
+
+    def arrive(self, count: int = 1, pred: bool = True) -> None:
+        _pause("arrive")
+        if pred:
+            self.change(arrivals=count)
+
+    def expect(self, size: int) -> None:
+        _pause("expect")
+        self.change(arrivals=1, expected=size)
+
+
+class Slot:
+    """One place in shared memory: what lies there and who is at it."""
+
+    def __init__(self, name: str, shape: Sequence[int]) -> None:
+        self.name = name
+        self.data = np.full(shape, np.nan, np.float32)
+        # "q_desc", "k_desc" or "v_desc" once a copy has landed, "registers" after a store.
+        self.holds: str | None = None
+        self.products = self.copies_in = self.copies_out = 0
+        self.reads: dict[str, int] = {}
+        self.fenced = True
+
+    def reshape(self, shape: list[int]) -> View:
+        return View(self, lambda data: data.reshape(shape))
+
+    def check_free(self, why: str) -> None:
+        if self.products or self.copies_in or self.copies_out:
+            users = (self.products, self.copies_in, self.copies_out)
+            raise Fault(f"{why}: {self.name} is in use by {users} products, copies in and copies out")
+
+    def check_read(self, why: str) -> None:
+        """Every consumer reads a block of K or V once, one of them a block of Q at least once."""
+        if self.holds in ("k_desc", "v_desc"):
+            right = self.reads == {warp.name: 1 for warp in Program.current.warps if warp.name != "load"}
+        else:
+            right = bool(self.reads) or self.holds != "q_desc"
+        if not right:
+            raise Fault(f"{why}: {self.name} with {self.holds} was read by {self.reads}")
+
+
+class View:
+    """Shared memory in another shape."""
+
+    def __init__(self, slot: Slot, shaped: Callable[[np.ndarray], np.ndarray]) -> None:
+        self.slot, self.shaped = slot, shaped
+
+    def permute(self, order: tuple[int, ...]) -> View:
+        return View(self.slot, lambda data: np.transpose(self.shaped(data), order))
+
+    @property
+    def values(self) -> np.ndarray:
+        return self.shaped(self.slot.data)
+
+    def store(self, values: np.ndarray) -> None:
+        _pause("store to shared memory")
+        self.slot.check_free("store")
+        if self.slot.holds == "q_desc":
+            self.slot.check_read("store")
+        self.slot.holds, self.slot.fenced = "registers", False
+        self.slot.data = np.array(values, np.float32).reshape(self.slot.data.shape)
+
+
+class Ring(list[Any]):
+    """Barriers or slots in a row."""
+
+    def index(self, index: int) -> Any:  # type: ignore[override]
+        if not 0 <= index < len(self):
+            raise Fault(f"place {index} of {len(self)}")
+        return self[index]
+
+
+class Product:
+    """A wgmma under way; its value is there once it was waited for."""
+
+    def __init__(self, a: View | Tensor, b: View, acc: Tensor, use_acc: bool, checked: bool) -> None:
+        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+        self.slots = [operand.slot for operand in (a, b) if isinstance(operand, View)] if checked else []
+        self.value: Tensor | None = None
+
+    def finish(self, reader: str) -> None:
+        a = self.a.values if isinstance(self.a, View) else np.asarray(self.a)
+        product = a @ self.b.values
+        self.value = _tensor(product + self.acc if self.use_acc else product)
+        for slot in self.slots:
+            slot.products -= 1
+            slot.reads[reader] = slot.reads.get(reader, 0) + 1
+
+
+class Warp:
+    """The warp that loads or a warpgroup that computes."""
+
+    def __init__(self, name: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        def body() -> None:
+            with np.errstate(all="ignore"):
+                function(*arguments)
+
+        self.name = name
+        self.greenlet = greenlet(body)
+        self.greenlet.gr_context = contextvars.copy_context()
+        self.ready: Callable[[], bool] = lambda: True
+        self.doing = "start"
+        self.copies_out = 0
+        self.products: list[Product] = []
+        # After a wait that was predicated off, products of shared memory are computed for nobody.
+        self.idle = False
+
+
+class Program:
+    """One block of threads: its shared memory, its warps and what is under way."""
+
+    current: Program
+
+    def __init__(self, index: int, programs: int, chance: random.Random) -> None:
+        self.index, self.programs, self.chance = index, programs, chance
+        self.slots: list[Slot] = []
+        self.warps: list[Warp] = []
+        self.landings: list[Callable[[], None]] = []
+        # Who stands at each named barrier, and how often it was passed.
+        self.standing: dict[str, dict[str, str]] = {}
+        self.passed: dict[str, int] = {}
+
+    def warp(self) -> Warp:
+        here = getcurrent()
+        return next(warp for warp in self.warps if warp.greenlet is here)
+
+    def run(self, functions: list[tuple[Any, ...]]) -> None:
+        names = [*(f"consumer {number}" for number in range(len(functions) - 1)), "load"]
+        self.warps = [Warp(name, *called) for name, called in zip(names, functions, strict=True)]
+        try:
+            self._schedule()
+        finally:
+            for warp in self.warps:
+                warp.greenlet.throw()
+        if any(self.standing.values()):
+            raise Fault(f"named barriers are left unbalanced: {self.standing}")
+        for slot in self.slots:
+            slot.check_free("exit")
+            slot.check_read("exit")
+
+    def _schedule(self) -> None:
+        """Until all is done: let a warp go on or a copy land, by weights or by priorities that change now and then."""
+        chance = self.chance
+        everyone: list[Warp | None] = [*self.warps, None]
+        weights = {who: chance.choice((0.01, 0.1, 1.0, 10.0)) for who in everyone}
+        by_priority, in_order = chance.random() < 0.4, chance.random() < 0.5
+        while True:
+            alive = [warp for warp in self.warps if not warp.greenlet.dead]
+            able: list[Warp | None] = [warp for warp in alive if warp.ready()]
+            if self.landings:
+                able.append(None)
+            if not able:
+                if alive:
+                    raise Fault("deadlock: " + "; ".join(f"{warp.name}: {warp.doing}" for warp in alive))
+                return
+            if by_priority and chance.random() < 0.01:
+                chance.shuffle(everyone)
+            if by_priority:
+                picked = min(able, key=everyone.index)
+            else:
+                (picked,) = chance.choices(able, [weights[who] for who in able])
+            if picked is None:
+                self.landings.pop(0 if in_order else chance.randrange(len(self.landings)))()
+                continue
+            picked.greenlet.switch()
+            if picked.greenlet.dead and (picked.copies_out or picked.products):
+                raise Fault(f"{picked.name} leaves with copies or products under way")
+
+
+def _pause(doing: str, ready: Callable[[], bool] = lambda: True) -> None:
+    """Let others go on, at least until `ready`; before there are warps there is nobody else."""
+    if Program.current.warps:
+        warp = Program.current.warp()
+        warp.doing, warp.ready = doing, ready
+        warp.greenlet.parent.switch()
+
+
+def _copy_in(source: Descriptor, start: list[int], barrier: Barrier, slot: Slot) -> None:
+    _pause("copy in")
+    why = f"copy of {source.name}{[int(index) for index in start]}"
+    slot.check_free(why)
+    slot.check_read(why)
+    batch, head, row, _ = start
+    if not (0 <= batch < source.array.shape[0] and 0 <= head < source.array.shape[1] and row >= 0):
+        raise Fault(f"{why} is outside")
+    slot.copies_in, slot.reads, slot.holds = 1, {}, None
+    slot.data = np.full(slot.data.shape, np.nan, np.float32)
+
+    def land() -> None:
+        block = np.zeros(source.block[2:], np.float32)
+        rows = source.array[batch, head, row : row + len(block)]
+        block[: rows.shape[0], : rows.shape[1]] = rows
+        slot.data, slot.copies_in, slot.holds = block.reshape(slot.data.shape), 0, source.name
+        barrier.change(expected=-source.block_type.nbytes)
+
+    Program.current.landings.append(land)
+
+
+def _copy_out(target: Descriptor, start: list[int], slot: Slot) -> None:
+    _pause("copy out")
+    if slot.holds != "registers" or not slot.fenced:
+        raise Fault(f"copy out of {slot.name}, which holds {slot.holds}, fenced: {slot.fenced}")
+    batch, head, row, _ = start
+    warp = Program.current.warp()
+    slot.copies_out += 1
+    warp.copies_out += 1
+
+    def leave() -> None:
+        rows = target.array[batch, head, row : row + target.block[2]]
+        rows[...] = slot.data.reshape(target.block[2:])[: rows.shape[0], : rows.shape[1]]
+        target.writes[batch, head, row : row + target.block[2]] += 1
+        slot.copies_out -= 1
+        warp.copies_out -= 1
+
+    Program.current.landings.append(leave)
+
+
+def _store_wait(pendings: int) -> None:
+    warp = Program.current.warp()
+    _pause("wait for copies out", lambda: warp.copies_out <= pendings)
+
+
+def _mma(a: View | Tensor, b: View, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Product:
+    _pause("wgmma")
+    warp = Program.current.warp()
+    product = Product(a, b, acc, use_acc, checked=not (warp.idle and isinstance(a, View)))
+    for slot in product.slots:
+        if slot.copies_in or slot.holds is None:
+            raise Fault(f"wgmma of {warp.name} reads {slot.name} before its copy")
+        slot.products += 1
+    warp.products.append(product)
+    return product
+
+
+def _mma_wait(pendings: int, deps: list[Product]) -> Tensor:
+    _pause("wait for wgmma")
+    warp = Program.current.warp()
+    while len(warp.products) > pendings:
+        warp.products.pop(0).finish(warp.name)
+    (product,) = deps
+    if product.value is None:
+        raise Fault(f"{warp.name} waits for another product than it takes")
+    return product.value
+
+
+def _fence() -> None:
+    _pause("fence")
+    for slot in Program.current.slots:
+        slot.fenced = True
+
+
+def _named_barrier(text: str, *_: Any, **__: Any) -> Int32:
+    """`bar.sync` and `bar.arrive` of two warpgroups."""
+    match = re.match(r"bar\.(sync|arrive) (\d+), 256;", text)
+    if match is None:
+        raise Fault(f"unknown assembly: {text}")
+    kind, barrier = match.groups()
+    _pause(match[0])
+    program = Program.current
+    standing, passed = program.standing.setdefault(barrier, {}), program.passed.setdefault(barrier, 0)
+    if program.warp().name in standing or kind in standing.values():
+        raise Fault(f"named barrier {barrier}: {program.warp().name}, {kind}, meets {standing}")
+    standing[program.warp().name] = kind
+    if len(standing) == 2:
+        standing.clear()
+        program.passed[barrier] += 1
+    elif kind == "sync":
+        _pause(match[0], lambda: program.passed[barrier] > passed)
+    return Int32(0)
+
+
+def _allocate(dtype: str, shape: Sequence[int], layout: Any) -> Ring:
+    slots = Program.current.slots
+    if dtype == "int64":
+        return Ring([Barrier(f"a barrier's place {place} of {shape[0]}") for place in range(shape[0])])
+    new = [Slot(f"shared memory {len(slots) + place}", shape[1:]) for place in range(shape[0])]
+    slots.extend(new)
+    return Ring(new)
+
+
+def _store(pointer: Pointer, values: Tensor, mask: np.ndarray) -> None:
+    _pause("store")
+    if not mask.any():
+        return
+    offsets = np.asarray(pointer.offset)[mask]
+    if pointer.memory is None or offsets.min() < 0 or offsets.max() >= pointer.memory.size:
+        raise Fault("a store is out of bounds")
+    if not np.isnan(pointer.memory[offsets]).all():
+        raise Fault("a row is stored twice")
+    pointer.memory[offsets] = values[mask]
+
+
+def _exp2(values: Any) -> Any:
+    if np.isnan(values).any():
+        raise Fault("NaN in exp2")
+    return np.exp2(values)
+
+
+def _elementwise(of_scalars: Callable[..., Any], of_tensors: Callable[..., Any]) -> Callable[..., Any]:
+    """Floats that stand beside tensors are fp32."""
+
+    def apply(*operands: Any) -> Any:
+        if any(isinstance(operand, np.ndarray) for operand in operands):
+            return _tensor(of_tensors(*(np.float32(each) if isinstance(each, float) else each for each in operands)))
+        return Int32(of_scalars(*operands))
+
+    return apply
+
+
+def _modules(multiprocessors: int) -> dict[str, Any]:
+    """What the text of a kernel imports, by name."""
+    language = SimpleNamespace(
+        **{dtype: dtype for dtype in ("int32", "int64", "float16", "bfloat16", "float32")},
+        **{name: getattr(np, name) for name in ("expand_dims", "max", "sum", "log2", "floor", "abs")},
+        **{name: lambda *_: None for name in ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout")},
+        constexpr=lambda value: Int32(value) if isinstance(value, int) else value,
+        num_programs=lambda axis: Int32(Program.current.programs),
+        program_id=lambda axis: Int32(Program.current.index),
+        cdiv=lambda a, b: (a + (b - 1)) // b,
+        where=_elementwise(lambda condition, a, b: a if condition else b, np.where),
+        maximum=_elementwise(max, np.maximum),
+        minimum=_elementwise(min, np.minimum),
+        static_range=range,
+        zeros=lambda shape, *_: _tensor(np.zeros(shape, np.float32)),
+        arange=lambda start, end, layout: _tensor(np.arange(start, end)),
+        convert_layout=lambda values, layout: values,
+        exp2=_exp2,
+        store=_store,
+        allocate_shared_memory=_allocate,
+        inline_asm_elementwise=_named_barrier,
+        warp_specialize=lambda functions, warps, registers: Program.current.run(functions),
+    )
+    hopper = SimpleNamespace(
+        fence_async_shared=_fence,
+        mbarrier=Barrier,
+        tma=SimpleNamespace(async_load=_copy_in, async_store=_copy_out, store_wait=_store_wait),
+        warpgroup_mma=_mma,
+        warpgroup_mma_wait=_mma_wait,
+    )
+    gluon = SimpleNamespace(jit=lambda function: function, language=language)
+    device = SimpleNamespace(multi_processor_count=multiprocessors)
+    return {
+        "torch": SimpleNamespace(cuda=SimpleNamespace(get_device_properties=lambda _: device)),
+        "triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
+        "triton.experimental": SimpleNamespace(gluon=gluon),
+        GLUON: gluon,
+        f"{GLUON}.language.nvidia.hopper": hopper,
+        f"{GLUON}.nvidia.hopper": SimpleNamespace(TensorDescriptor=None),
+    }
+
+
+def load_text(text: str, multiprocessors: int) -> ModuleType:
+    """The module of a generated text; the stand-ins are in `sys.modules` only while it is executed."""
+    module = ModuleType("simulated_kernel")
+    with patch.dict(sys.modules, _modules(multiprocessors)):
+        exec(compile(text, "simulated_kernel.py", "exec"), module.__dict__)
+    return module
+
+
+def simulate(
+    text: str, operands: Sequence[np.ndarray], scale: float, multiprocessors: int, chance: random.Random
+) -> tuple[np.ndarray, np.ndarray]:
+    """What a kernel makes of q, k and v: o and lse, in an interleaving drawn from `chance`.
+
+    Raises:
+        Fault: it does what it must not.
+    """
+    kernel = load_text(text, multiprocessors)
+    q, k, v = operands
+    o = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
+    lse = np.full(q.shape[:3], np.nan, np.float32)
+    arrays = (q, k, v, o)
+    (programs, _, _), sizes, _ = kernel.plan(*(SimpleNamespace(shape=a.shape, is_cuda=True, device=0) for a in arrays))
+    descriptors = [Descriptor(*named) for named in zip(kernel.BLOCKS, arrays, kernel.BLOCKS.values(), strict=True)]
+    for index in range(programs):
+        Program.current = Program(index, programs, chance)
+        kernel.kernel(*descriptors, Pointer(lse.reshape(-1)), np.float32(scale), *(Int32(size) for size in sizes))
+    if (descriptors[3].writes != 1).any():
+        raise Fault(f"rows of the output are written {np.unique(descriptors[3].writes)} times")
+    return o, lse

@@ -1,0 +1,166 @@
+"""`hopper_fwd` in tests/gluon_simulator.py: right numbers, no hang and no race in many sizes and interleavings."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from gluon_simulator import Fault, simulate
+from variants import HOPPER_FWD, hopper
+
+from flashgen.families import Variant
+from flashgen.hardware import Gpu
+from flashgen.reference import plain_attention
+from flashgen.render import render
+from flashgen.spec import Causal, Spec
+
+H200 = Gpu.named("h200")
+CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
+LAUNCHES = 5
+# Launches in which a seeded bug must show.
+BUG_LAUNCHES = 40
+
+
+def _variant(causal: Causal, *numbers: int) -> Variant:
+    """Narrow heads, which are fast to multiply, and padded ones where the config takes them."""
+    return hopper(Spec("forward", 16, 16 if numbers[-1] else 8, "bf16", causal), *numbers)
+
+
+# Every legal combination of all but block_kv.
+NUMBERS = [
+    numbers
+    for numbers in itertools.product((2, 3), (64,), (2, 3, 4), (0, 1), (0, 1), (0, 1), (0, 1))
+    if HOPPER_FWD.refuses(Spec(head_dim=16, head_dim_v=16), _variant("none", *numbers).config, H200) is None
+]
+
+
+def _length(chance: random.Random, block: int) -> int:
+    """Of a sequence: often beside the edge of a block, at most four blocks."""
+    if chance.random() < 0.3:
+        return chance.choice((1, block - 1, block, block + 1, 65))
+    return chance.randint(1, chance.choice((1, 2, 4)) * block)
+
+
+def _wrong(variant: Variant, text: str, chance: random.Random) -> str | None:
+    """What is wrong with one launch on random sizes in a random interleaving, or None."""
+    spec, config = variant.spec, variant.config
+    seq_q, seq_kv = _length(chance, 64 * config["consumers"]), _length(chance, config["block_kv"])
+    batch, kv_heads = chance.randint(1, 2), chance.randint(1, 3)
+    heads = kv_heads * chance.randint(1, 3)
+    normal = np.random.default_rng(chance.randrange(2**31)).standard_normal
+    q = normal((batch, heads, seq_q, spec.head_dim), np.float32)
+    k = normal((batch, kv_heads, seq_kv, spec.head_dim), np.float32)
+    v = normal((batch, kv_heads, seq_kv, spec.head_dim_v), np.float32)
+    where = f"q {q.shape}, kv {v.shape}"
+    try:
+        got = simulate(text, (q, k, v), 0.3, chance.choice((1, 2, 3, 5, 132)), chance)
+    except Fault as fault:
+        return f"{where}: {fault}"
+    wide = (torch.from_numpy(operand).double() for operand in (q, k, v))
+    for name, found, expected in zip(
+        ("o", "lse"), got, plain_attention(*wide, causal=spec.causal, scale=0.3), strict=True
+    ):
+        if not np.allclose(found, expected.numpy(), rtol=1e-5, atol=1e-4):
+            return f"{where}: wrong {name}"
+    return None
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("numbers", NUMBERS, ids=lambda numbers: "-".join(map(str, numbers)))
+def test_every_interleaving_gives_the_right_numbers(causal: Causal, numbers: tuple[int, ...]) -> None:
+    variant = _variant(causal, *numbers)
+    assert HOPPER_FWD.refuses(variant.spec, variant.config, H200) is None
+    text = render(variant)
+    chance = random.Random(variant.slug)
+    assert [_wrong(variant, text, chance) for _ in range(LAUNCHES)] == [None] * LAUNCHES
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_long_blocks_of_keys(causal: Causal) -> None:
+    variant = _variant(causal, 2, 128, 2, 1, 1, 1, 0)
+    chance = random.Random(variant.slug)
+    assert _wrong(variant, render(variant), chance) is None
+
+
+AHEAD, ALONE, REUSING = (2, 64, 2, 1, 1, 0, 0), (2, 64, 2, 1, 0, 0, 0), (2, 64, 2, 1, 0, 0, 1)
+PING_PONG, THREE = (2, 64, 2, 1, 0, 1, 0), (3, 64, 2, 1, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "right", "wrong"),
+    [
+        pytest.param(ALONE, "phase = step // STAGES & 1 ^ 1", "phase = step // STAGES & 1", id="phase of k_empty"),
+        pytest.param(ALONE, "mbarrier.wait(k_empty.index(slot), phase)", "pass", id="no wait for k_empty"),
+        pytest.param(THREE, "mbarrier.wait(v_empty.index(slot), phase)", "pass", id="no wait for v_empty"),
+        pytest.param(
+            ALONE, "mbarrier.wait(q_empty.index(q_slot), turn // Q_STAGES & 1 ^ 1)", "pass", id="no wait for q_empty"
+        ),
+        pytest.param(
+            AHEAD, "q_full.index(q_next), turn // Q_STAGES & 1", "q_full.index(q_next), turn & 1", id="phase of q_full"
+        ),
+        pytest.param(
+            ALONE, "mbarrier.wait(v_full.index(last), (step - 1) // STAGES & 1)", "pass", id="no wait for v_full"
+        ),
+        pytest.param(
+            ALONE,
+            "    acc = warpgroup_mma_wait(0, [acc])\n    mbarrier.arrive(v_empty.index(last), count=1)",
+            "    mbarrier.arrive(v_empty.index(last), count=1)\n    acc = warpgroup_mma_wait(0, [acc])",
+            id="v released early",
+        ),
+        pytest.param(
+            THREE, "k_empty = barriers(STAGES, CONSUMERS)", "k_empty = barriers(STAGES, 1)", id="count of k_empty"
+        ),
+        pytest.param(
+            ALONE, "v_empty = barriers(STAGES, CONSUMERS)", "v_empty = barriers(STAGES, 3)", id="count of v_empty"
+        ),
+        pytest.param(
+            AHEAD, "turn // Q_STAGES & 1, pred=more)", "turn // Q_STAGES & 1)", id="wait for a tile that is not there"
+        ),
+        pytest.param(
+            ALONE,
+            "            # The tile before has left shared memory.\n            tma.store_wait(0)",
+            "            pass",
+            id="output overwritten",
+        ),
+        pytest.param(
+            REUSING,
+            "            tma.store_wait(0)\n            mbarrier.arrive(q_empty",
+            "            mbarrier.arrive(q_empty",
+            id="q loaded over the output",
+        ),
+        pytest.param(REUSING, "fence_async_shared()\n        copy_out", "copy_out", id="no fence"),
+        pytest.param(ALONE, "    tma.store_wait(0)\n\n\n", "\n\n", id="left before the output"),
+        pytest.param(
+            PING_PONG,
+            "    if PING_PONG and CONSUMER == 0:\n        turn_taken(CONSUMER)\n",
+            "",
+            id="unbalanced at the end",
+        ),
+        pytest.param(
+            PING_PONG, "    if PING_PONG and CONSUMER == 1:\n        turn_over(CONSUMER)\n", "", id="nobody begins"
+        ),
+        pytest.param(AHEAD, "triton.cdiv(tiles, 2)", "tiles", id="more programs than pairs of tiles"),
+        pytest.param(
+            ALONE, "row + diagonal + 1, seq_kv), 0)", "row + diagonal + 64, seq_kv), 0)", id="diagonal not hidden"
+        ),
+        pytest.param(ALONE, "seq_kv), 1), BLOCK_KV)", "seq_kv), 0), BLOCK_KV)", id="tiles without keys"),
+        pytest.param(ALONE, "head // group, key", "head % group, key", id="heads of k and v"),
+        pytest.param(ALONE, "gl.where(row_sum == 0.0, 1.0, row_sum)", "row_sum", id="rows without keys"),
+        pytest.param(
+            ALONE, "head_index.to(gl.int64) * seq_q", "head_index.to(gl.int64) * (seq_q + 1)", id="place of lse"
+        ),
+        pytest.param(
+            ALONE, "warpgroup_mma_wait(1 if AHEAD else 0, [acc])", "warpgroup_mma_wait(1, [acc])", id="awaited product"
+        ),
+        pytest.param(AHEAD, "q_next = turn % Q_STAGES", "q_next = (turn + 1) % Q_STAGES", id="place of the next q"),
+    ],
+)
+def test_seeded_bugs_are_caught(numbers: tuple[int, ...], right: str, wrong: str) -> None:
+    variant = _variant("bottom_right", *numbers)
+    text = render(variant)
+    assert right in text
+    chance = random.Random(variant.slug)
+    assert any(_wrong(variant, text.replace(right, wrong), chance) for _ in range(BUG_LAUNCHES))
