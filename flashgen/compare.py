@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,7 @@ class Row:
     Attributes:
         spec: what the forward computes.
         work: what was timed: the forward, the gradients of q, k and v after it, or both.
-        name: "flashgen", "fa2", "cudnn", "flex" or "plain".
+        name: a key of PEERS.
         measurement: its time, or None when it could not run.
         tflops: 1e12 floating-point operations a second; masked pairs are not counted.
         extra_bytes: peak memory beyond inputs, in bytes.
@@ -94,11 +96,30 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
     return lambda: plain_attention(q, k, v, causal="bottom_right" if causal else "none")[0]
 
 
+def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
+    flash_attn_func = _imported("fa3_fwd_interface", "flash_attn_interface").flash_attn_func
+    rows_first = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
+    return lambda: flash_attn_func(*rows_first, causal=causal)
+
+
+def _imported(*names: str) -> Any:
+    """The first of these modules that is installed.
+
+    Raises:
+        RuntimeError: none is.
+    """
+    for name in names:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+    raise RuntimeError(f"not installed: {' or '.join(names)}")
+
+
 PEERS: Mapping[str, Callable[[Tensor, Tensor, Tensor, bool], Forward]] = {
     "flashgen": _flashgen,
     "fa2": _sdpa(SDPBackend.FLASH_ATTENTION),
     "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
     "flex": _flex,
+    "fa3": _fa3,
     "plain": _plain,
 }
 

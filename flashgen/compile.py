@@ -22,9 +22,7 @@ from flashgen.hardware import Gpu
 from flashgen.paths import generated_dir
 from flashgen.render import kernel_options, render
 from flashgen.resources import Resources, resources_of
-from flashgen.space import Rejection
 from flashgen.spec import Spec
-from flashgen.workers import Failure
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -131,25 +129,28 @@ def compile_kernel(
     options = kernel_options(variant.config) if options is None else options
     module = module_of(variant)
     if hasattr(module, "BLOCKS"):
-        source = _gluon_source(module, variant.spec)
+        source = _gluon_source(module, variant.spec, options)
     else:
         source = _source(getattr(module, kernel), variant.spec, options, aligned=aligned)
     launch = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
     return triton.compile(source, target=target, options={**launch, "enable_fp_fusion": True})
 
 
-def _gluon_source(module: ModuleType, spec: Spec) -> Any:
+def _gluon_source(module: ModuleType, spec: Spec, options: Mapping[str, int]) -> Any:
     """The Gluon kernel with the types of its arguments; `BLOCKS` has the shapes that its descriptors copy."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     element = {"fp16": gl.float16, "bf16": gl.bfloat16}[spec.dtype]
-    signature = {"LSE": "*fp32", "scale": "fp32"}
+    signature = {"LSE": "*fp32", "COUNTER": "*i32", "scale": "fp32"}
     for name, block in module.BLOCKS.items():
         layout = gl.NVMMASharedLayout.get_default_for(block, element)
         signature[name] = f"tensordesc<{spec.dtype}[{', '.join(map(str, block))}],{layout!r}>"
-    names = module.kernel.arg_names
-    return GluonASTSource(module.kernel, {name: signature.get(name, "i32") for name in names}, constexprs={})
+    constants = {(each.num,): options[each.name] for each in module.kernel.params if each.is_constexpr}
+    for each in module.kernel.params:
+        signature.setdefault(each.name, "constexpr" if each.is_constexpr else "i32")
+    ordered = {name: signature[name] for name in module.kernel.arg_names}
+    return GluonASTSource(module.kernel, ordered, constexprs=constants)
 
 
 # Pointers to contiguous fp32, whatever the spec's dtype; all but the last are allocated by us, thus aligned.
@@ -184,35 +185,26 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
 
 
 def kernel_resources(variant: Variant, gpu: Gpu, kernel: str) -> Resources:
-    """Compile one kernel as contiguous tensors would launch it, and report; the task that child processes run."""
+    """Compile one kernel as contiguous tensors would launch it, and report; the task that child processes run.
+
+    Whole blocks are reported. A kernel of its own for ragged lengths is compiled too: checks find it in the cache.
+    """
     spec = variant.spec
     aligned = all(width * spec.element_bytes % 16 == 0 for width in (spec.head_dim, spec.head_dim_v))
-    q, v = (torch.empty(1, 1, 128, width, device="meta") for width in (spec.head_dim, spec.head_dim_v))
-    tensors = (q, q, v, v) if spec.op == "forward" else (q, q, v, v, v, q, q, v)
-    options = next(each.options for each in launches(variant, *tensors) if each.kernel == kernel)
-    return resources_of(compile_kernel(variant, gpu, kernel=kernel, options=options, aligned=aligned))
+    compiled: dict[tuple[tuple[str, int], ...], CompiledKernel] = {}
+    for seq_kv in (128, 127):
+        (q, o), (k, v) = (
+            [torch.empty(1, 1, seq, width, device="meta") for width in (spec.head_dim, spec.head_dim_v)]
+            for seq in (128, seq_kv)
+        )
+        tensors = (q, k, v, o) if spec.op == "forward" else (q, k, v, o, o, q, k, v)
+        options = next(each.options for each in launches(variant, *tensors) if each.kernel == kernel)
+        key = tuple(sorted(options.items()))
+        if key not in compiled:
+            compiled[key] = compile_kernel(variant, gpu, kernel=kernel, options=options, aligned=aligned)
+    return resources_of(next(iter(compiled.values())))
 
 
 def compile_resources(variant: Variant, gpu: Gpu) -> tuple[Resources, ...]:
     """The same for every kernel of a variant, in the family's order."""
     return tuple(kernel_resources(variant, gpu, kernel) for kernel in variant.family.kernels)
-
-
-# Bytes of stack a thread may spill before a candidate is not worth timing. The backward's dK and dV spill around their
-# loop more than inside: 664 bytes cost 9 % on an H200, where the best tile of head_dim 128 has 168.
-MAX_STACK = {"forward": 256, "backward": 1024}
-
-
-def judge(variant: Variant, gpu: Gpu, outcome: tuple[Resources, ...] | Failure) -> Rejection | None:
-    """Why a compiled candidate is not worth running, or None."""
-    if isinstance(outcome, Failure):
-        return Rejection("compile", f"compile: {outcome.kind}", f"does not compile for {gpu.arch}: {outcome.reason}")
-    kernels = variant.family.kernels
-    for kernel, used in zip(kernels, outcome, strict=True):
-        who = f"{kernel} " if len(kernels) > 1 else ""
-        if used.shared > gpu.shared_per_block:
-            reason = f"{who}uses {used.shared} bytes of shared memory, {gpu.name} allows {gpu.shared_per_block}"
-            return Rejection("resources", "shared memory", reason)
-        if used.stack > MAX_STACK[variant.spec.op]:
-            return Rejection("resources", "spills", f"{who}spills {used.stack} bytes of registers a thread")
-    return None

@@ -78,8 +78,9 @@ def gradients(
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     layouts = [(each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15) for each in tensors]
     key = (
-        *layouts, *(each.stride() for each in results), lse.shape, lse.dtype, None if dlse is None else dlse.shape,
-        causal, layout, q.dtype is torch.float32 and tf32_allowed(),
+        *layouts, *(each.stride() for each in results), lse.shape, lse.dtype, lse.device,
+        None if dlse is None else (dlse.shape, dlse.device), causal, layout,
+        q.dtype is torch.float32 and tf32_allowed(),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashgen.compile import Launch, compile_kernel, launches, module_of
+from flashgen.descriptors import Described, describing, zero_of
 from flashgen.errors import UnsupportedError
 from flashgen.families import Variant
 from flashgen.hardware import gpu_of
@@ -54,12 +55,25 @@ class Bound:
         self._grid = launch.grid[0]
         self._rest = launch.sizes + tuple(value for name, value in launch.options.items() if name.isupper())
 
+    @property
+    def kernel(self) -> Any:
+        """The compiled kernel, loaded."""
+        return self._kernel
+
+    def run_by(self, launcher: Callable[..., None]) -> None:
+        """Launch by another function with the arguments of CompiledKernel.run from now on."""
+        self._run = launcher
+
     def __call__(self, *pointers: Tensor | Described | float | None) -> None:
         if torch.cuda.current_device() == self._device:
             self._launch(pointers)
         else:
             with torch.cuda.device(self._device):
                 self._launch(pointers)
+
+    def counter(self) -> Tensor:
+        """Zero, for the next launch on the current stream to count with."""
+        return zero_of(self._device, self._stream(self._device))
 
     def _launch(self, pointers: tuple[Tensor | Described | float | None, ...]) -> None:
         # CompiledKernel.run has had this signature in Triton 3.6 to 3.9: grid, stream, function, metadata, three
@@ -99,7 +113,7 @@ def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
         kernel = loaded(variant, each.kernel, device, tuple(sorted(each.options.items())), aligned)
         bounds.append((Bound(kernel, device, each), _pick(variant, each.kernel)))
     if hasattr(module_of(variant), "BLOCKS"):
-        return _described(bounds[0][0], tensors)
+        return describing(bounds[0][0], tensors, counts=variant.config["schedule"] == 2)
     if len(bounds) == 1:
         return bounds[0][0]
 
@@ -108,36 +122,6 @@ def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
             bound(*pick(arguments))
 
     return launch_all
-
-
-class Described:
-    """A tensor as Triton's launcher makes a TMA descriptor of it; smaller and faster than its own TensorDescriptor."""
-
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-    round_f32_to_tf32 = False
-
-    def __init__(self, base: Tensor, shape: list[int], strides: list[int]) -> None:
-        self.base = base
-        self.shape = shape
-        self.strides = strides
-
-
-def _described(bound: Bound, views: tuple[Tensor, ...]) -> Callable[..., None]:
-    """A launch whose kernel takes q, k, v and o as descriptors; made anew each time, as threads share the rest."""
-    q_layout, k_layout, v_layout, o_layout = ((list(view.shape), list(view.stride())) for view in views)
-    nothing_to_see = views[1].numel() == 0
-
-    def launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, scale: float) -> None:
-        if nothing_to_see:  # TMA describes no empty tensor
-            o.zero_()
-            if lse is not None:
-                lse.fill_(-torch.inf)
-            return
-        described = Described(q, *q_layout), Described(k, *k_layout), Described(v, *v_layout), Described(o, *o_layout)
-        bound(*described, lse, scale)
-
-    return launch
 
 
 def _pick(variant: Variant, kernel: str) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

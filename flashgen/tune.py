@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 
 from flashgen.candidates import Candidate, Method, Ranking, entry_of, from_plain, rank, to_plain
 from flashgen.compilations import Compilations
-from flashgen.compile import judge
 from flashgen.evaluate import evaluate
 from flashgen.families import Family, Variant
+from flashgen.gate import judge
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.model import predict_us
 from flashgen.records import Entry

@@ -83,6 +83,62 @@ class Pointer:
         return Pointer(self.memory, self.offset + offset)
 
 
+@dataclass
+class Counter:
+    """An int32 in global memory that programs draw tiles from; which one gets the next is drawn at random.
+
+    Programs run one after the other here, so the draws of all are dealt out beforehand: `draws[program]`.
+    """
+
+    draws: list[list[int]]
+    tiles: int
+    last: int = -1
+
+    def add(self) -> Int32:
+        _pause("draw")
+        if not self.draws[Program.current.index]:
+            raise Fault("a program draws once more than it has tiles")
+        self.last = self.draws[Program.current.index].pop(0)
+        return Int32(self.last)
+
+    def store(self, value: int, mask: bool) -> None:
+        _pause("reset the counter")
+        if value != 0 or mask != (self.last == self.tiles - 1):
+            raise Fault(f"counter set to {value} ({mask}) after {self.last} of {self.tiles} draws")
+
+
+def _deal(programs: int, tiles: int, chance: random.Random) -> Counter:
+    """Every program draws tiles that are left, at last one that is not there."""
+    draws: list[list[int]] = [[] for _ in range(programs)]
+    for count in range(tiles - programs):
+        draws[chance.randrange(programs)].append(count)
+    for count, program in enumerate(chance.sample(range(programs), programs)):
+        draws[program].append(tiles - programs + count)
+    return Counter(draws, tiles)
+
+
+class Cell:
+    """A number in shared memory that the producer tells all consumers."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.value: Int32 | None = None
+        self.readers: set[str] = set()
+
+    def store(self, value: Int32) -> None:
+        _pause("store a number")
+        if self.value is not None and len(self.readers) < len(Program.current.warps) - 1:
+            raise Fault(f"{self.name} is overwritten, only {self.readers} have read it")
+        self.value, self.readers = value, set()
+
+    def load(self, layout: Any) -> Int32:
+        _pause("load a number")
+        if self.value is None or Program.current.warp().name in self.readers:
+            raise Fault(f"{self.name} is read before it is written")
+        self.readers.add(Program.current.warp().name)
+        return self.value
+
+
 class Descriptor:
     """A tensor that TMA copies block by block, and how often each of its rows was written."""
 
@@ -151,11 +207,10 @@ class Slot:
             raise Fault(f"{why}: {self.name} is in use by {users} products, copies in and copies out")
 
     def check_read(self, why: str) -> None:
-        """Every consumer reads a block of K or V once, one of them a block of Q at least once."""
+        """Consumers read a block of K or V once, or skip it when they see none of it, and Q at least once."""
+        right = bool(self.reads) or self.holds not in ("q_desc", "k_desc", "v_desc")
         if self.holds in ("k_desc", "v_desc"):
-            right = self.reads == {warp.name: 1 for warp in Program.current.warps if warp.name != "load"}
-        else:
-            right = bool(self.reads) or self.holds != "q_desc"
+            right = set(self.reads.values()) == {1}
         if not right:
             raise Fault(f"{why}: {self.name} with {self.holds} was read by {self.reads}")
 
@@ -392,6 +447,8 @@ def _named_barrier(text: str, *_: Any, **__: Any) -> Int32:
 
 def _allocate(dtype: str, shape: Sequence[int], layout: Any) -> Ring:
     slots = Program.current.slots
+    if dtype == "int32":
+        return Ring([Cell(f"number {place}") for place in range(shape[0])])
     if dtype == "int64":
         return Ring([Barrier(f"a barrier's place {place} of {shape[0]}") for place in range(shape[0])])
     new = [Slot(f"shared memory {len(slots) + place}", shape[1:]) for place in range(shape[0])]
@@ -399,7 +456,10 @@ def _allocate(dtype: str, shape: Sequence[int], layout: Any) -> Ring:
     return Ring(new)
 
 
-def _store(pointer: Pointer, values: Tensor, mask: np.ndarray) -> None:
+def _store(pointer: Pointer | Counter, values: Any, mask: Any) -> None:
+    if isinstance(pointer, Counter):
+        pointer.store(values, mask)
+        return
     _pause("store")
     if not mask.any():
         return
@@ -432,8 +492,14 @@ def _modules(multiprocessors: int) -> dict[str, Any]:
     """What the text of a kernel imports, by name."""
     language = SimpleNamespace(
         **{dtype: dtype for dtype in ("int32", "int64", "float16", "bfloat16", "float32")},
-        **{name: getattr(np, name) for name in ("expand_dims", "max", "sum", "log2", "floor", "abs")},
-        **{name: lambda *_: None for name in ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout")},
+        **{name: getattr(np, name) for name in ("expand_dims", "sum", "log2", "floor", "abs")},
+        **{
+            f"{name}Layout": lambda *_: None
+            for name in ("NVMMADistributed", "DotOperand", "Slice", "Blocked", "SwizzledShared")
+        },
+        max=lambda values, axis: values if isinstance(values, Int32) else np.max(values, axis),
+        full=lambda shape, value, *_: Int32(value),
+        atomic_add=lambda counter, one, sem: counter.add(),
         constexpr=lambda value: Int32(value) if isinstance(value, int) else value,
         num_programs=lambda axis: Int32(Program.current.programs),
         program_id=lambda axis: Int32(Program.current.index),
@@ -491,11 +557,17 @@ def simulate(
     o = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
     lse = np.full(q.shape[:3], np.nan, np.float32)
     arrays = (q, k, v, o)
-    (programs, _, _), sizes, _ = kernel.plan(*(SimpleNamespace(shape=a.shape, is_cuda=True, device=0) for a in arrays))
+    shapes = (SimpleNamespace(shape=array.shape, is_cuda=True, device=0) for array in arrays)
+    (programs, _, _), sizes, options = kernel.plan(*shapes)
+    tiles = q.shape[0] * q.shape[1] * -(-q.shape[2] // int(kernel.BLOCK_Q))
+    counter = _deal(programs, tiles, chance) if kernel.SCHEDULE == 2 else Counter([], 0)
     descriptors = [Descriptor(*named) for named in zip(kernel.BLOCKS, arrays, kernel.BLOCKS.values(), strict=True)]
     for index in range(programs):
         Program.current = Program(index, programs, chance)
-        kernel.kernel(*descriptors, Pointer(lse.reshape(-1)), np.float32(scale), *(Int32(size) for size in sizes))
+        numbers = (np.float32(scale), *(Int32(size) for size in sizes), Int32(options["STRAIGHT"]))
+        kernel.kernel(*descriptors, Pointer(lse.reshape(-1)), counter, *numbers)
+    if any(counter.draws):
+        raise Fault(f"tiles are left: {counter.draws}")
     if (descriptors[3].writes != 1).any():
         raise Fault(f"rows of the output are written {np.unique(descriptors[3].writes)} times")
     return o, lse

@@ -15,8 +15,9 @@ import pytest
 from rendered import assert_formatted_and_clean, assert_golden
 from variants import BACKWARD_GOLDEN, backward
 
-from flashgen.compile import compile_resources, judge
+from flashgen.compile import compile_resources
 from flashgen.families import Variant
+from flashgen.gate import judge
 from flashgen.hardware import Gpu
 from flashgen.render import render
 from flashgen.spec import Causal, DType, Spec

@@ -19,8 +19,9 @@ import pytest
 from rendered import FOLDER, assert_formatted_and_clean, assert_golden
 from variants import BACKWARD_GOLDEN, GOLDEN, HOPPER_GOLDEN, compiled_hash, variant
 
-from flashgen.compile import MAX_STACK, compile_resources
+from flashgen.compile import compile_resources
 from flashgen.families import Variant
+from flashgen.gate import MAX_STACK
 from flashgen.hardware import Gpu
 from flashgen.render import render
 from flashgen.spec import Causal, DType, Spec, next_power_of_2

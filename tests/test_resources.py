@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from variants import variant
 
-from flashgen.compile import MAX_STACK, compile_kernel, judge
+from flashgen.compile import compile_kernel
 from flashgen.families import Variant
+from flashgen.gate import MAX_STACK, judge
 from flashgen.hardware import Gpu
 from flashgen.resources import Resources, disassemble, loop_instructions, resources_of
 from flashgen.spec import Spec

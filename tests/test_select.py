@@ -11,7 +11,7 @@ from entries import H200, SPEC, USABLE, entry
 
 from flashgen import store
 from flashgen.errors import UnknownNameError, UnsupportedError
-from flashgen.families import FAMILIES
+from flashgen.families import FAMILIES, Variant
 from flashgen.families.hopper_fwd import HOPPER_FWD
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.records import Entry
@@ -77,7 +77,7 @@ def test_beyond_the_tuned_lengths_the_default(tuned: Callable[..., Path], seq: i
     path = tuned(entry(1024, spec=ODD, config=2), entry(16384, spec=ODD, config=5))
     selection = _select(ODD, seq)
     assert (selection.method, selection.source) == ("default", None)
-    assert selection.variant.config == FAMILY.default(ODD, H200)
+    assert selection.variant == Variant(HOPPER_FWD, ODD, HOPPER_FWD.default(ODD, H200))
     assert "nobody tuned d72v40_bf16_causal for this bucket of h200" in selection.why
     assert "flashgen tune" in selection.why
     notes = "\n".join(selection.notes)
@@ -213,13 +213,13 @@ def test_every_gpu_has_a_kernel(gpu: str) -> None:
         for dtype in ("fp16", "fp32"):
             spec = Spec(head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)  # type: ignore[arg-type]
             selection = _select(spec, gpu=target)
-            assert FAMILY.refuses(spec, selection.variant.config, target) is None
+            assert selection.variant.family.refuses(spec, selection.variant.config, target) is None
 
 
 def test_without_reading_files_nothing_is_remembered(tuned: Callable[..., Path]) -> None:
     path = tuned(entry(4096, config=5))
     blind = _select(read_files=False)
-    assert blind.method == "default" and blind.variant.config == FAMILY.default(SPEC, H200)
+    assert blind.method == "default" and blind.variant == Variant(HOPPER_FWD, SPEC, HOPPER_FWD.default(SPEC, H200))
     assert "tuned files are not read while a CUDA graph is captured" in blind.notes
     seeing = _select()
     assert seeing.source == str(path)
@@ -249,9 +249,8 @@ def test_a_selection_reads_well(tuned: Callable[..., Path]) -> None:
     assert "source: built into the family" in str(_select(ODD))
 
 
-def test_layouts_that_a_family_cannot_copy_go_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_that_a_family_cannot_copy_go_to_another() -> None:
     """TMA takes rows on 16-byte boundaries only."""
-    monkeypatch.setitem(FAMILIES, HOPPER_FWD.name, HOPPER_FWD)
     spec, problem = Spec(), Problem(2, 16, 16, 4096, 4096)
     assert select(spec, problem, H200, "hopper_fwd").variant.family is HOPPER_FWD
     with pytest.raises(UnsupportedError, match=r"needs rows that start on 16-byte boundaries.*contiguous\(\)"):

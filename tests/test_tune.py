@@ -20,9 +20,9 @@ from flashgen import candidates as candidates_module
 from flashgen import compilations, store
 from flashgen import tune as tune_module
 from flashgen.cli import options
-from flashgen.compile import MAX_STACK
 from flashgen.errors import MissingDependencyError
 from flashgen.families import FAMILIES, Family
+from flashgen.gate import MAX_STACK
 from flashgen.hardware import Gpu
 from flashgen.records import Accuracy as StoredAccuracy
 from flashgen.records import Entry, Timing

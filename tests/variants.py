@@ -75,7 +75,7 @@ HOPPER_GOLDEN = (
     hopper(Spec(dtype="bf16", causal="bottom_right"), 2, 128, 2, 1, 1, 1, 0),
     hopper(Spec(head_dim=64, head_dim_v=64, dtype="fp16"), 3, 128, 2, 1, 0, 0, 0),
     hopper(Spec(head_dim=256, head_dim_v=256, dtype="bf16", causal="top_left"), 2, 64, 2, 0, 0, 1, 1),
-    hopper(Spec(head_dim=72, head_dim_v=40, dtype="fp16", causal="bottom_right"), 2, 64, 3, 1, 1, 0, 0),
+    hopper(Spec(head_dim=72, head_dim_v=40, dtype="fp16", causal="bottom_right"), 2, 128, 2, 2, 0, 1, 0),
 )
 
 

@@ -26,7 +26,12 @@ from flashgen.report import comparison_table, stderr_console, stdout_console
 @options.heads_option
 @click.option("--seq", type=options.IntegerList(), default="512,1024,2048,4096,8192,16384", show_default=True)
 @click.option("--tokens", type=click.IntRange(min=1), default=options.TOKENS, show_default=True, help="batch * seq.")
-@click.option("--peers", default=",".join(PEERS), show_default=True, help="Which to run.")
+@click.option(
+    "--peers",
+    default=",".join(name for name in PEERS if name != "fa3"),
+    show_default=True,
+    help=f"Which to run, of {', '.join(PEERS)}; fa3 is a package of its own.",
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Shuffled rounds of timing.")
 @click.option("--memory", is_flag=True, help="Print peak memory too.")
 @click.option("--host", is_flag=True, help="Print the CPU time of one eager call too.")

@@ -51,6 +51,9 @@ class Family:
         kernels: the kernels of the generated file in the order in which they are launched, each with the choices that
             it is compiled with: configs that agree in these share it.
         aligned: whether it takes only tensors whose rows start on 16-byte boundaries and whose strides are positive.
+        by_hand: whether copies and products overlap as the template has ordered them, not as a compiler likes it; one
+            that spills in the loop, serialises its products or takes P apart has undone that.
+        least_seq_q: where nobody tuned and several families could serve, it comes last for shorter sequences.
         derived: what else the template may name, where its structure depends on more than a spec says.
     """
 
@@ -63,6 +66,8 @@ class Family:
     tiles: Callable[[Spec, Config], tuple[Tile, ...]]
     kernels: Mapping[str, tuple[str, ...]]
     aligned: bool = False
+    by_hand: bool = False
+    least_seq_q: int = 1
     derived: Callable[[Spec], Mapping[str, object]] = lambda spec: {}
 
     def __reduce__(self) -> tuple[Callable[[str], Family], tuple[str]]:

@@ -235,7 +235,7 @@ def test_a_tuned_config_that_cannot_run_here_gives_way(monkeypatch: pytest.Monke
     variant = selection.variant
     too_big = type(variant.config)(block_q=128, block_kv=128, num_warps=8, num_stages=4, index_bits=32, advance=0)
     broken = replace(selection, variant=replace(variant, config=too_big), method="measured", source="a file")
-    monkeypatch.setitem(selecting._selected, (variant.spec, selection.bucket, selection.gpu, None), broken)
+    monkeypatch.setitem(selecting._selected, (variant.spec, selection.bucket, selection.gpu, None, True), broken)
     with pytest.warns(UserWarning, match="does not work here"):
         assert_close(flashgen.attention(q, q, q), q, q, q)
     assert "does not work here" in str(flashgen.explain(q, q, q))
