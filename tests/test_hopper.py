@@ -53,7 +53,6 @@ def test_default_obeys_the_rules(spec: Spec) -> None:
     [
         ("inputs", Spec(dtype="fp32"), (2, 128, 2, 1, 1, 0, 0), ["fp32", "fp16 or bf16"]),
         ("inputs", Spec(head_dim=36, head_dim_v=36), (2, 128, 2, 1, 1, 0, 0), ["36", "16 bytes"]),
-        ("combination", Spec(), (3, 64, 2, 1, 1, 1, 0), ["ping_pong=1", "two consumers"]),
         ("combination", Spec(), (2, 128, 2, 0, 1, 0, 0), ["ahead=1", "schedule=1"]),
         ("combination", Spec(head_dim=192, head_dim_v=128), (2, 64, 2, 0, 0, 0, 1), ["reuse_q=1", "128", "256"]),
         ("registers", Spec(head_dim=256, head_dim_v=256), (2, 128, 2, 1, 0, 0, 1), ["224", "176"]),

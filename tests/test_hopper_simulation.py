@@ -86,6 +86,9 @@ def test_long_blocks_of_keys(causal: Causal) -> None:
 
 
 AHEAD, ALONE, REUSING = (2, 64, 2, 1, 1, 0, 0), (2, 64, 2, 1, 0, 0, 0), (2, 64, 2, 1, 0, 0, 1)
+# The producer can be two tiles ahead where a third stage lets it.
+FAR_AHEAD = (2, 64, 3, 2, 1, 0, 0)
+DRAWING, THREE_TURNS = (2, 64, 2, 2, 0, 0, 0), (3, 128, 2, 2, 0, 1, 0)
 PING_PONG, THREE = (2, 64, 2, 1, 0, 1, 0), (3, 64, 2, 1, 1, 0, 0)
 
 
@@ -140,7 +143,10 @@ PING_PONG, THREE = (2, 64, 2, 1, 0, 1, 0), (3, 64, 2, 1, 1, 0, 0)
             id="unbalanced at the end",
         ),
         pytest.param(
-            PING_PONG, "    if PING_PONG and CONSUMER == 1:\n        turn_over(CONSUMER)\n", "", id="nobody begins"
+            PING_PONG,
+            "    if PING_PONG and CONSUMER == CONSUMERS - 1:\n        turn_over(CONSUMER)\n",
+            "",
+            id="nobody begins",
         ),
         pytest.param(AHEAD, "triton.cdiv(tiles, 2)", "tiles", id="more programs than pairs of tiles"),
         pytest.param(
@@ -153,6 +159,29 @@ PING_PONG, THREE = (2, 64, 2, 1, 0, 1, 0), (3, 64, 2, 1, 1, 0, 0)
         pytest.param(
             ALONE, "warpgroup_mma_wait(1 if AHEAD else 0, [acc])", "warpgroup_mma_wait(1, [acc])", id="awaited product"
         ),
+        pytest.param(
+            FAR_AHEAD, "mbarrier.wait(told_empty.index(slot), turn // 2 & 1 ^ 1)", "pass", id="tile overwritten"
+        ),
+        pytest.param(DRAWING, "mbarrier.wait(told_full.index(slot), turn // 2 & 1)", "pass", id="tile not there yet"),
+        pytest.param(DRAWING, "count == tiles - 1", "count == tiles", id="counter left over"),
+        pytest.param(DRAWING, "count + gl.num_programs(0)", "count + gl.num_programs(0) - 1", id="a tile twice"),
+        pytest.param(DRAWING, "turn, 0, 0, -1)", "turn + 1, 0, 0, -1)", id="the end in another place"),
+        pytest.param(
+            THREE_TURNS,
+            "        turn_taken(CONSUMER)\n        turn_over(CONSUMER)\n    return step",
+            "    return step",
+            id="turns of who skips",
+        ),
+        pytest.param(
+            DRAWING,
+            "        mbarrier.arrive(v_empty.index(slot), count=1)\n        # The other",
+            "        # The other",
+            id="skipped v kept",
+        ),
+        pytest.param(
+            DRAWING, "gl.where(seen < steps, 1, 0)", "gl.where(seen <= steps, 1, 0)", id="skipped what is seen"
+        ),
+        pytest.param(DRAWING, "(seq_kv - seq_q) % 64 == 0 and", "", id="a diagonal across two blocks"),
         pytest.param(AHEAD, "q_next = turn % Q_STAGES", "q_next = (turn + 1) % Q_STAGES", id="place of the next q"),
     ],
 )

@@ -16,7 +16,7 @@ CHOICES = {
     "schedule": (0, 1, 2),
     # Whether the first product of the next tile is issued with the last one of this tile.
     "ahead": (0, 1),
-    # Whether the two consumers take turns at the tensor cores.
+    # Whether consumers take turns at the tensor cores.
     "ping_pong": (0, 1),
     # Whether the output leaves through Q's place in shared memory.
     "reuse_q": (0, 1),
@@ -51,8 +51,6 @@ def _inputs_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
 
 
 def _combination_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
-    if config["ping_pong"] and config["consumers"] != 2:
-        return "ping_pong=1 is for two consumers"
     if config["ahead"] and not config["schedule"]:
         return "ahead=1 needs a next tile, thus schedule=1 or 2"
     if config["reuse_q"] and spec.block_d != spec.block_dv:
