@@ -128,29 +128,40 @@ def compile_kernel(
     target = GPUTarget("cuda", gpu.sm, 32) if gpu.backend == "cuda" else GPUTarget("hip", gpu.arch, 64)
     options = kernel_options(variant.config) if options is None else options
     module = module_of(variant)
-    if hasattr(module, "BLOCKS"):
-        source = _gluon_source(module, variant.spec, options)
+    blocks = blocks_of(module, kernel)
+    if blocks:
+        source = _gluon_source(getattr(module, kernel), blocks, variant.spec, options)
     else:
         source = _source(getattr(module, kernel), variant.spec, options, aligned=aligned)
     launch = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
     return triton.compile(source, target=target, options={**launch, "enable_fp_fusion": True})
 
 
-def _gluon_source(module: ModuleType, spec: Spec, options: Mapping[str, int]) -> Any:
-    """The Gluon kernel with the types of its arguments; `BLOCKS` has the shapes that its descriptors copy."""
+def blocks_of(module: ModuleType, kernel: str) -> Mapping[str, list[int]]:
+    """The shapes that a kernel's descriptors copy, by parameter; none for a kernel that takes pointers.
+
+    A generated file has them as `BLOCKS`, by kernel where there are several.
+    """
+    blocks: Mapping[str, Any] = getattr(module, "BLOCKS", {})
+    return blocks if kernel == "kernel" else blocks.get(kernel, {})
+
+
+def _gluon_source(kernel: Any, blocks: Mapping[str, list[int]], spec: Spec, options: Mapping[str, int]) -> Any:
+    """The Gluon kernel with the types of its arguments; `blocks` has the shapes that its descriptors copy."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    element = {"fp16": gl.float16, "bf16": gl.bfloat16}[spec.dtype]
-    signature = {"LSE": "*fp32", "COUNTER": "*i32", "scale": "fp32"}
-    for name, block in module.BLOCKS.items():
-        layout = gl.NVMMASharedLayout.get_default_for(block, element)
-        signature[name] = f"tensordesc<{spec.dtype}[{', '.join(map(str, block))}],{layout!r}>"
-    constants = {(each.num,): options[each.name] for each in module.kernel.params if each.is_constexpr}
-    for each in module.kernel.params:
+    elements = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}
+    signature = {"LSE": "*fp32", "WORKSPACE": "*fp32", "COUNTER": "*i32", "scale": "fp32"}
+    for name, block in blocks.items():
+        dtype = "fp32" if name == "workspace_desc" else spec.dtype
+        layout = gl.NVMMASharedLayout.get_default_for(block, elements[dtype])
+        signature[name] = f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
+    constants = {(each.num,): options[each.name] for each in kernel.params if each.is_constexpr}
+    for each in kernel.params:
         signature.setdefault(each.name, "constexpr" if each.is_constexpr else "i32")
-    ordered = {name: signature[name] for name in module.kernel.arg_names}
-    return GluonASTSource(module.kernel, ordered, constexprs=constants)
+    ordered = {name: signature[name] for name in kernel.arg_names}
+    return GluonASTSource(kernel, ordered, constexprs=constants)
 
 
 # Pointers to contiguous fp32, whatever the spec's dtype; all but the last are allocated by us, thus aligned.

@@ -36,13 +36,13 @@ def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
     return low, low + 1024
 
 
-def _capability_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+def capability_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     if gpu.backend != "cuda" or gpu.sm != 90:
         return f"{gpu.name} is {gpu.arch}; this kernel is written for sm_90"
     return None
 
 
-def _inputs_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+def inputs_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     if spec.dtype not in GLUON_DTYPES:
         return f"{spec.dtype} inputs are not taken; use fp16 or bf16"
     if spec.head_dim * spec.element_bytes % 16 or spec.head_dim_v * spec.element_bytes % 16:
@@ -115,8 +115,8 @@ def default(spec: Spec, gpu: Gpu) -> Config:
 
 
 RULES = (
-    Rule("capability", _capability_broken),
-    Rule("inputs", _inputs_broken),
+    Rule("capability", capability_rule),
+    Rule("inputs", inputs_rule),
     Rule("combination", _combination_broken),
     Rule("registers", _registers_broken),
     Rule("shared memory", _shared_memory_broken),
