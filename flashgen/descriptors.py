@@ -13,6 +13,10 @@ from torch import Tensor
 MAX_REMEMBERED = 4096
 
 
+# The shape of a tensor and its strides.
+Layout = tuple[list[int], list[int]]
+
+
 class Described:
     """A tensor as Triton's launcher makes a TMA descriptor of it; smaller and faster than its own TensorDescriptor."""
 
@@ -57,9 +61,18 @@ def describing(bound: Any, views: tuple[Tensor, ...], counts: bool) -> Callable[
     return launch
 
 
-def _remembering(
-    make: Callable[[Described, int], list[Any]], layouts: list[tuple[list[int], list[int]]]
-) -> Callable[..., tuple[Any, ...]]:
+def describing_some(bound: Callable[..., None], layouts: list[Layout | None]) -> Callable[..., None]:
+    """A launch of a kernel that takes descriptors where there is a layout, and what else it takes as it is."""
+
+    def launch(*given: Any) -> None:
+        bound(
+            *(each if layout is None else Described(each, *layout) for each, layout in zip(given, layouts, strict=True))
+        )
+
+    return launch
+
+
+def _remembering(make: Callable[[Described, int], list[Any]], layouts: list[Layout]) -> Callable[..., tuple[Any, ...]]:
     """What the launcher takes for tensors of these layouts; made once for every address."""
     remembered: list[dict[int, list[Any]]] = [{} for _ in layouts]
 

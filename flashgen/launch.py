@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashgen.compile import Launch, compile_kernel, launches, module_of
-from flashgen.descriptors import Described, describing, zero_of
+from flashgen.compile import Launch, blocks_of, compile_kernel, launches, module_of
+from flashgen.descriptors import Described, Layout, describing, describing_some, zero_of
 from flashgen.errors import UnsupportedError
 from flashgen.families import Variant
 from flashgen.hardware import gpu_of
@@ -111,24 +111,51 @@ def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
                 f"{MAX_GRID}. Split the batch."
             )
         kernel = loaded(variant, each.kernel, device, tuple(sorted(each.options.items())), aligned)
-        bounds.append((Bound(kernel, device, each), _pick(variant, each.kernel)))
-    if hasattr(module_of(variant), "BLOCKS"):
-        return describing(bounds[0][0], tensors, counts=variant.config["schedule"] == 2)
-    if len(bounds) == 1:
-        return bounds[0][0]
+        run: Callable[..., None] = Bound(kernel, device, each)
+        if len(variant.family.kernels) > 1 and blocks_of(module_of(variant), each.kernel):
+            run = describing_some(run, _layouts(variant, each.kernel, tensors))
+        bounds.append((run, _pick(variant, each.kernel)))
+    if variant.spec.op == "forward":
+        described = blocks_of(module_of(variant), "kernel")
+        return describing(bounds[0][0], tensors, counts=variant.config["schedule"] == 2) if described else bounds[0][0]
+    if variant.family.aligned and 0 in (tensors[0].numel(), tensors[1].numel()):
+        return _clear
 
     def launch_all(*arguments: Tensor | float | None) -> None:
-        for bound, pick in bounds:
-            bound(*pick(arguments))
+        for run, pick in bounds:
+            run(*pick(arguments))
 
     return launch_all
 
 
+def _clear(*arguments: Any) -> None:
+    """The gradients of nothing, which TMA does not describe."""
+    for name in ("dq", "dk", "dv"):
+        arguments[ARGUMENTS["backward"].index(name)].zero_()
+
+
+def _names(variant: Variant, kernel: str) -> list[str]:
+    """The parameters of a kernel that are ARGUMENTS, in its own order and by its own names."""
+    parameters = (parameter.name for parameter in getattr(module_of(variant), kernel).params)
+    return [name for name in parameters if name.lower().removesuffix("_desc") in ARGUMENTS[variant.spec.op]]
+
+
+def _layouts(variant: Variant, kernel: str, tensors: tuple[Tensor, ...]) -> list[Layout | None]:
+    """(shape, strides) of what the kernel takes as descriptors, in the order of its parameters; None for the others."""
+    laid_out = dict(zip(LAID_OUT[variant.spec.op], tensors, strict=True))
+    layouts: dict[str, Layout] = {
+        f"{name}_desc": (list(tensor.shape), list(tensor.stride())) for name, tensor in laid_out.items()
+    }
+    rows = 2 * tensors[0].shape[0] * tensors[0].shape[1]
+    length = workspace_size(variant, tensors[0]) // max(rows, 1)
+    layouts["workspace_desc"] = [rows, length], [length, 1]
+    return [layouts.get(name) for name in _names(variant, kernel)]
+
+
 def _pick(variant: Variant, kernel: str) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """Which of ARGUMENTS a kernel takes, in its own order."""
-    names = ARGUMENTS[variant.spec.op]
-    parameters = [parameter.name.lower() for parameter in getattr(module_of(variant), kernel).params]
-    return operator.itemgetter(*(names.index(name) for name in parameters if name in names))
+    known = ARGUMENTS[variant.spec.op]
+    return operator.itemgetter(*(known.index(name.lower().removesuffix("_desc")) for name in _names(variant, kernel)))
 
 
 def is_aligned(*tensors: Tensor) -> bool:
