@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashgen.compile import Launch, blocks_of, compile_kernel, launches, module_of
+from flashgen.compile import Launch, compile_kernel, launches, module_of
 from flashgen.descriptors import Described, Layout, describing, describing_some, zero_of
 from flashgen.errors import UnsupportedError
 from flashgen.families import Variant
@@ -111,18 +111,20 @@ def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
                 f"{MAX_GRID}. Split the batch."
             )
         kernel = loaded(variant, each.kernel, device, tuple(sorted(each.options.items())), aligned)
-        run: Callable[..., None] = Bound(kernel, device, each)
-        if len(variant.family.kernels) > 1 and blocks_of(module_of(variant), each.kernel):
-            run = describing_some(run, _layouts(variant, each.kernel, tensors))
-        bounds.append((run, _pick(variant, each.kernel)))
+        bounds.append((Bound(kernel, device, each), each.kernel))
+    described = hasattr(module_of(variant), "BLOCKS")
     if variant.spec.op == "forward":
-        described = blocks_of(module_of(variant), "kernel")
-        return describing(bounds[0][0], tensors, counts=variant.config["schedule"] == 2) if described else bounds[0][0]
-    if variant.family.aligned and 0 in (tensors[0].numel(), tensors[1].numel()):
+        bound = bounds[0][0]
+        return describing(bound, tensors, counts=variant.config["schedule"] == 2) if described else bound
+    if described and 0 in (tensors[0].numel(), tensors[1].numel()):
         return _clear
+    runs = [
+        (describing_some(bound, _layouts(variant, kernel, tensors)) if described else bound, _pick(variant, kernel))
+        for bound, kernel in bounds
+    ]
 
     def launch_all(*arguments: Tensor | float | None) -> None:
-        for run, pick in bounds:
+        for run, pick in runs:
             run(*pick(arguments))
 
     return launch_all

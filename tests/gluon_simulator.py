@@ -1,4 +1,4 @@
-"""Runs the text of a `hopper_fwd` kernel on the CPU: numpy stands for Gluon, one greenlet for each of its warps.
+"""Runs the text of a Gluon kernel for Hopper on the CPU: numpy stands for Gluon, one greenlet for each of its warps.
 
 A warp gives control back before everything that another can see or that is asynchronous; which one goes on, and when a
 copy lands, is drawn at random. A `Fault` is raised for what a GPU would turn into a hang or a wrong number on some
@@ -11,7 +11,7 @@ import contextvars
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -81,6 +81,13 @@ class Pointer:
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.offset + offset)
+
+    def load(self) -> Tensor:
+        """All of it must lie inside."""
+        offsets = np.asarray(self.offset)
+        if self.memory is None or offsets.min() < 0 or offsets.max() >= self.memory.size:
+            raise Fault("a load is out of bounds")
+        return _tensor(self.memory[offsets])
 
 
 @dataclass
@@ -192,7 +199,7 @@ class Slot:
     def __init__(self, name: str, shape: Sequence[int]) -> None:
         self.name = name
         self.data = np.full(shape, np.nan, np.float32)
-        # "q_desc", "k_desc" or "v_desc" once a copy has landed, "registers" after a store.
+        # "q_desc" or another once a copy has landed, "registers" after a store.
         self.holds: str | None = None
         self.products = self.copies_in = self.copies_out = 0
         self.reads: dict[str, int] = {}
@@ -207,10 +214,10 @@ class Slot:
             raise Fault(f"{why}: {self.name} is in use by {users} products, copies in and copies out")
 
     def check_read(self, why: str) -> None:
-        """Consumers read a block of K or V once, or skip it when they see none of it, and Q at least once."""
-        right = bool(self.reads) or self.holds not in ("q_desc", "k_desc", "v_desc")
-        if self.holds in ("k_desc", "v_desc"):
-            right = set(self.reads.values()) == {1}
+        """Consumers read a block that streams as often as the kernel says, or skip it, and others at least once."""
+        right = bool(self.reads) or self.holds in (None, "registers")
+        if self.holds in Program.current.reads:
+            right = set(self.reads.values()) == {Program.current.reads[self.holds]}
         if not right:
             raise Fault(f"{why}: {self.name} with {self.holds} was read by {self.reads}")
 
@@ -228,10 +235,18 @@ class View:
     def values(self) -> np.ndarray:
         return self.shaped(self.slot.data)
 
+    def load(self, layout: Any) -> Tensor:
+        _pause("load from shared memory")
+        reader = Program.current.warp().name
+        if self.slot.copies_in or self.slot.holds is None:
+            raise Fault(f"{reader} loads {self.slot.name} before its copy")
+        self.slot.reads[reader] = self.slot.reads.get(reader, 0) + 1
+        return _tensor(self.values.copy())
+
     def store(self, values: np.ndarray) -> None:
         _pause("store to shared memory")
         self.slot.check_free("store")
-        if self.slot.holds == "q_desc":
+        if self.slot.holds not in Program.current.reads:
             self.slot.check_read("store")
         self.slot.holds, self.slot.fenced = "registers", False
         self.slot.data = np.array(values, np.float32).reshape(self.slot.data.shape)
@@ -282,13 +297,19 @@ class Warp:
         self.idle = False
 
 
+# How often a consumer reads each block that streams, by descriptor.
+FORWARD_READS: Mapping[str | None, int] = {"k_desc": 1, "v_desc": 1}
+
+
 class Program:
     """One block of threads: its shared memory, its warps and what is under way."""
 
     current: Program
 
-    def __init__(self, index: int, programs: int, chance: random.Random) -> None:
-        self.index, self.programs, self.chance = index, programs, chance
+    def __init__(
+        self, index: int, programs: int, chance: random.Random, reads: Mapping[str | None, int] = FORWARD_READS
+    ) -> None:
+        self.index, self.programs, self.chance, self.reads = index, programs, chance, reads
         self.slots: list[Slot] = []
         self.warps: list[Warp] = []
         self.landings: list[Callable[[], None]] = []
@@ -356,15 +377,15 @@ def _copy_in(source: Descriptor, start: list[int], barrier: Barrier, slot: Slot)
     why = f"copy of {source.name}{[int(index) for index in start]}"
     slot.check_free(why)
     slot.check_read(why)
-    batch, head, row, _ = start
-    if not (0 <= batch < source.array.shape[0] and 0 <= head < source.array.shape[1] and row >= 0):
+    *outer, row, column = start
+    if not (row >= 0 and column >= 0 and all(0 <= place < source.array.shape[axis] for axis, place in enumerate(outer))):
         raise Fault(f"{why} is outside")
     slot.copies_in, slot.reads, slot.holds = 1, {}, None
     slot.data = np.full(slot.data.shape, np.nan, np.float32)
 
     def land() -> None:
-        block = np.zeros(source.block[2:], np.float32)
-        rows = source.array[batch, head, row : row + len(block)]
+        block = np.zeros(source.block[-2:], np.float32)
+        rows = source.array[(*outer, slice(row, row + block.shape[0]), slice(column, column + block.shape[1]))]
         block[: rows.shape[0], : rows.shape[1]] = rows
         slot.data, slot.copies_in, slot.holds = block.reshape(slot.data.shape), 0, source.name
         barrier.change(expected=-source.block_type.nbytes)
@@ -512,6 +533,7 @@ def _modules(multiprocessors: int) -> dict[str, Any]:
         arange=lambda start, end, layout: _tensor(np.arange(start, end)),
         convert_layout=lambda values, layout: values,
         exp2=_exp2,
+        load=lambda pointer: pointer.load(),
         store=_store,
         allocate_shared_memory=_allocate,
         inline_asm_elementwise=_named_barrier,
@@ -524,11 +546,14 @@ def _modules(multiprocessors: int) -> dict[str, Any]:
         warpgroup_mma=_mma,
         warpgroup_mma_wait=_mma_wait,
     )
+    # Only to import kernels in plain Triton.
+    pointers = SimpleNamespace(int32=None, int64=None, constexpr=None)
     gluon = SimpleNamespace(jit=lambda function: function, language=language)
     device = SimpleNamespace(multi_processor_count=multiprocessors)
     return {
         "torch": SimpleNamespace(cuda=SimpleNamespace(get_device_properties=lambda _: device)),
-        "triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
+        "triton": SimpleNamespace(jit=lambda function: function, language=pointers, cdiv=lambda a, b: -(-a // b)),
+        "triton.language": pointers,
         "triton.experimental": SimpleNamespace(gluon=gluon),
         GLUON: gluon,
         f"{GLUON}.language.nvidia.hopper": hopper,

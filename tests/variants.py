@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-from flashgen.compile import compile_kernel, kernel_resources
+from flashgen.compile import compile_kernel, compile_resources, kernel_resources
 from flashgen.families import FAMILIES, Variant
+from flashgen.families.hopper_bwd import HOPPER_BWD
 from flashgen.families.hopper_fwd import HOPPER_FWD
 from flashgen.hardware import Gpu
 from flashgen.resources import Resources
@@ -82,3 +83,22 @@ HOPPER_GOLDEN = (
 def hopper_resources(which: int, gpu: Gpu) -> Resources:
     """What a golden file of `hopper_fwd` compiles to."""
     return kernel_resources(HOPPER_GOLDEN[which], gpu, "kernel")
+
+
+def hopper_backward(spec: Spec, *numbers: int) -> Variant:
+    """A variant of `hopper_bwd`, its choices in their order."""
+    return Variant(HOPPER_BWD, spec, Config(**dict(zip(HOPPER_BWD.choices, numbers, strict=True))))
+
+
+HOPPER_BACKWARD_GOLDEN = (
+    hopper_backward(Spec("backward", dtype="bf16", causal="bottom_right"), 64, 2, 2, 128, 2, 2),
+    hopper_backward(Spec("backward", 64, 64, "fp16"), 128, 2, 2, 128, 2, 2),
+    hopper_backward(Spec("backward", 72, 40, "fp16", "top_left"), 64, 3, 2, 64, 3, 2),
+    # Wide heads: one sum after the other.
+    hopper_backward(Spec("backward", 256, 256, "bf16", "bottom_right"), 64, 2, 1, 64, 2, 1),
+)
+
+
+def hopper_backward_resources(which: int, gpu: Gpu) -> tuple[Resources, ...]:
+    """What a golden file of `hopper_bwd` compiles to."""
+    return compile_resources(HOPPER_BACKWARD_GOLDEN[which], gpu)

@@ -83,7 +83,7 @@ def tiles(spec: Spec, config: Config) -> tuple[Tile, ...]:
 
 def default(spec: Spec, gpu: Gpu) -> Config:
     """The largest blocks that registers and shared memory have room for, then the most stages up to two."""
-    found = {}
+    found: dict[str, int] = {}
     for block, ring, other in (
         ("dkdv_block_q", "dkdv_q_stages", "dkdv_do_stages"),
         ("dq_block_kv", "dq_k_stages", "dq_v_stages"),
