@@ -378,7 +378,9 @@ def _copy_in(source: Descriptor, start: list[int], barrier: Barrier, slot: Slot)
     slot.check_free(why)
     slot.check_read(why)
     *outer, row, column = start
-    if not (row >= 0 and column >= 0 and all(0 <= place < source.array.shape[axis] for axis, place in enumerate(outer))):
+    if not (
+        row >= 0 and column >= 0 and all(0 <= place < source.array.shape[axis] for axis, place in enumerate(outer))
+    ):
         raise Fault(f"{why} is outside")
     slot.copies_in, slot.reads, slot.holds = 1, {}, None
     slot.data = np.full(slot.data.shape, np.nan, np.float32)

@@ -19,7 +19,7 @@ from flashgen.spec import Causal, Spec
 
 CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
 SCALE = 0.3
-LAUNCHES = 6
+LAUNCHES = 4
 # Launches in which a seeded bug must show.
 BUG_LAUNCHES = 40
 # How often a consumer reads each block that streams, by launch.
@@ -54,11 +54,14 @@ def _simulate(
     out = {f"d{name}": np.full(given[name].shape, np.nan, np.float32) for name in ("q", "k", "v")}
     tensors = {**given, **out}
     written = dict.fromkeys(out, 0)
-    for name, (programs, _, _), sizes, options in kernels.plan(*(torch.from_numpy(tensors[name]) for name in order))[1:]:
+    for name, (programs, _, _), sizes, options in kernels.plan(*(torch.from_numpy(tensors[name]) for name in order))[
+        1:
+    ]:
         alone = options.get("FOR_DK")
         reads = DQ if name == "dq_kernel" else BOTH if alone is None else DK_ALONE if alone else DV_ALONE
         descriptors = {
-            key: Descriptor(key, tensors[key.removesuffix("_desc")], block) for key, block in kernels.BLOCKS[name].items()
+            key: Descriptor(key, tensors[key.removesuffix("_desc")], block)
+            for key, block in kernels.BLOCKS[name].items()
         }
         pointer = Pointer(given["workspace"].reshape(-1))
         arguments = list(descriptors.values())
@@ -106,6 +109,9 @@ def _wrong(variant: Variant, text: str, chance: random.Random) -> str | None:
         objective = objective + (torch.where(seen, lse, 0.0) * torch.from_numpy(dlse)).sum()
     expected = torch.autograd.grad(objective, wide)
 
+    if spec.causal == "top_left":
+        # Of keys that no row sees.
+        v[:, :, seq_q:] = np.inf
     filled = _workspace(o.detach().numpy(), lse.detach().numpy(), do, dlse)
     given = {"q": q, "k": k, "v": v, "o": do, "do": do, "workspace": filled}
     try:
@@ -123,9 +129,109 @@ NUMBERS = [*itertools.product((64, 128), (2, 3), (1, 2), (64, 128), (2, 3), (1, 
 
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
-@pytest.mark.parametrize("numbers", NUMBERS[::7], ids=lambda numbers: "-".join(map(str, numbers)))
+@pytest.mark.parametrize("numbers", NUMBERS[::13], ids=lambda numbers: "-".join(map(str, numbers)))
 def test_every_interleaving_gives_the_right_gradients(causal: Causal, wide: bool, numbers: tuple[int, ...]) -> None:
     variant = _variant(causal, wide, *numbers)
     text = render(variant)
     chance = random.Random(variant.slug)
     assert [_wrong(variant, text, chance) for _ in range(LAUNCHES)] == [None] * LAUNCHES
+
+
+@pytest.mark.parametrize(
+    ("wide", "right", "wrong"),
+    [
+        pytest.param(
+            False,
+            "mbarrier.wait(q_empty.index(q_slot), step // Q_STAGES & 1 ^ 1)",
+            "pass",
+            id="no wait for q_empty",
+        ),
+        pytest.param(
+            False,
+            "mbarrier.wait(do_empty.index(do_slot), step // DO_STAGES & 1 ^ 1)",
+            "mbarrier.wait(do_empty.index(do_slot), step // DO_STAGES & 1)",
+            id="phase of do_empty",
+        ),
+        pytest.param(
+            False,
+            "        s = warpgroup_mma_wait(1, [s])\n        s = hide_rows",
+            "        mbarrier.arrive(q_empty.index(q_slot), count=1)\n        s = warpgroup_mma_wait(1, [s])\n"
+            "        s = hide_rows",
+            id="q released early",
+        ),
+        pytest.param(
+            False,
+            "        dv = warpgroup_mma_wait(1, [dv])\n        mbarrier.arrive(do_empty.index(do_slot), count=1)",
+            "        mbarrier.arrive(do_empty.index(do_slot), count=1)\n        dv = warpgroup_mma_wait(1, [dv])",
+            id="do released early",
+        ),
+        pytest.param(
+            False, "q_empty = barriers(Q_STAGES, 2)", "q_empty = barriers(Q_STAGES, 1)", id="count of q_empty"
+        ),
+        pytest.param(False, "(batch * kv_heads * group + head) * 2", "(batch * group + head) * 2", id="statistics"),
+        pytest.param(False, "[statistics + 1, row]", "[statistics, row]", id="delta"),
+        pytest.param(
+            False, "head += gl.where(row + BLOCK_Q < seq_q, 0, 1)", "head += 0", id="one head of the group only"
+        ),
+        pytest.param(False, "row + BLOCK_Q < seq_q, row", "row < seq_q, row", id="rows past the last"),
+        pytest.param(False, "first_key - diagonal, 0)", "first_key + diagonal, 0)", id="first row that sees a key"),
+        pytest.param(False, "row + diagonal < key + 63", "row + diagonal < key", id="rows half hidden"),
+        pytest.param(False, "dk * scale", "dk", id="scale of dk"),
+        pytest.param(False, "leave(dk_desc, start, k,", "leave(dk_desc, start, k_own.index(0),", id="place of dk"),
+        pytest.param(
+            False, "    fence_async_shared()\n    copy_out", "    copy_out", id="no fence before the gradient leaves"
+        ),
+        pytest.param(False, "dk * scale, 16)\n    tma.store_wait(0)", "dk * scale, 16)", id="left before dk"),
+        pytest.param(
+            False, "mbarrier.wait(k_empty.index(k_slot), step // K_STAGES & 1 ^ 1)", "pass", id="no wait for k_empty"
+        ),
+        pytest.param(
+            False,
+            "        dq = warpgroup_mma_wait(1, [dq])\n        mbarrier.arrive(k_empty.index(last), count=1)",
+            "        mbarrier.arrive(k_empty.index(last), count=1)\n        dq = warpgroup_mma_wait(1, [dq])",
+            id="k released early",
+        ),
+        pytest.param(False, "mbarrier.wait(do_full.index(CONSUMER), 0)", "pass", id="no wait for do"),
+        pytest.param(False, "seq_kv), 1), BLOCK_KV)", "seq_kv), 0), BLOCK_KV)", id="rows without keys"),
+        pytest.param(
+            False, "gl.minimum(row + diagonal + 1, seq_kv)", "gl.minimum(row + diagonal + 64, seq_kv)", id="keys hidden"
+        ),
+        pytest.param(False, "LSE_head + length + rows", "LSE_head + seq_q + rows", id="place of deltas"),
+        pytest.param(False, "block = blocks - 1 - block", "block = blocks - block", id="rows not there"),
+        pytest.param(False, "head // group, key", "head % group, key", id="heads of k and v"),
+        pytest.param(
+            True,
+            "mbarrier.arrive(q_empty.index(q_slot), count=1)",
+            "mbarrier.arrive(q_empty.index(last), count=1)",
+            id="q of dv released in another place",
+        ),
+        pytest.param(
+            True,
+            "        dk = warpgroup_mma_wait(1, [dk])\n        mbarrier.arrive(q_empty.index(last), count=1)",
+            "        mbarrier.arrive(q_empty.index(last), count=1)\n        dk = warpgroup_mma_wait(1, [dk])",
+            id="q of dk released early",
+        ),
+        pytest.param(
+            True,
+            "(dp - delta), key, row, diagonal, 0.0)",
+            "(dp - delta), key, row + 1, diagonal, 0.0)",
+            id="rows of dk",
+        ),
+        pytest.param(True, '{"num_warps": 4, "FOR_DK": 0}', '{"num_warps": 4, "FOR_DK": 1}', id="dk twice"),
+    ],
+)
+def test_seeded_bugs_are_caught(wide: bool, right: str, wrong: str) -> None:
+    variant = _variant("bottom_right", wide, 64, 3, 2, 64, 3, 2)
+    text = render(variant)
+    assert right in text
+    chance = random.Random(variant.slug)
+    assert any(_wrong(variant, text.replace(right, wrong), chance) for _ in range(BUG_LAUNCHES))
+
+
+def test_keys_that_no_row_sees_have_no_gradient() -> None:
+    variant = _variant("top_left", False, 64, 2, 2, 64, 2, 2)
+    text = render(variant)
+    right = "dk = gl.where(gl.expand_dims(keys < seq_q + diagonal, 1), dk, 0.0)"
+    assert right in text
+    chance = random.Random(0)
+    assert any(_wrong(variant, text.replace(right, "pass"), chance) for _ in range(BUG_LAUNCHES))
