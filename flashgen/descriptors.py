@@ -12,7 +12,6 @@ from torch import Tensor
 # Descriptors are remembered by address; a program that allocates without end must not grow for ever.
 MAX_REMEMBERED = 4096
 
-
 # The shape of a tensor and its strides.
 Layout = tuple[list[int], list[int]]
 

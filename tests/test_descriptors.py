@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from variants import HOPPER_BACKWARD_GOLDEN
 
-from flashgen import descriptors
+from flashgen import descriptors, launch
+from flashgen.compile import launches
 from flashgen.descriptors import Described
+from flashgen.families import Variant
 
 
 def _counting() -> tuple[list[tuple[int, int]], object]:
@@ -37,3 +41,32 @@ def test_what_is_remembered_does_not_grow_for_ever(monkeypatch) -> None:  # type
     assert [described(tensor)[0] for tensor in tensors] == [tensor.data_ptr() for tensor in tensors]
     assert [described(tensor)[0] for tensor in tensors] == [tensor.data_ptr() for tensor in tensors]
     assert len(made) > 8
+
+
+@pytest.mark.parametrize("variant", HOPPER_BACKWARD_GOLDEN, ids=lambda variant: variant.slug)
+def test_every_kernel_of_a_backward_gets_its_arguments(variant: Variant) -> None:
+    spec = variant.spec
+    lengths = {"q": (6, 100, spec.head_dim), "k": (2, 50, spec.head_dim), "v": (2, 50, spec.head_dim_v)}
+    q, k, v = (torch.zeros(3, *shape) for shape in lengths.values())
+    o = torch.zeros(3, 6, 100, spec.head_dim_v)
+    tensors = (q, k, v, o, o, q, k, v)
+    given = {name: torch.zeros(1) for name in launch.ARGUMENTS["backward"]}
+    for each in launches(variant, *tensors):
+        layouts = launch._layouts(variant, each.kernel, tensors)
+        taken: list[object] = []
+        run = descriptors.describing_some(lambda *arguments, taken=taken: taken.extend(arguments), layouts)
+        run(*launch._pick(variant, each.kernel)(tuple(given.values())))
+        parameters = getattr(launch.module_of(variant), each.kernel).params
+        constants = [name for name in each.options if name.isupper()]
+        assert len(taken) + len(each.sizes) + len(constants) == len(parameters)
+        for parameter, argument in zip(parameters, taken, strict=False):
+            name = parameter.name.lower().removesuffix("_desc")
+            if not parameter.name.endswith("_desc"):
+                assert argument is given[name]
+                continue
+            assert isinstance(argument, Described) and argument.base is given[name]
+            if name == "workspace":
+                assert (argument.shape, argument.strides) == ([36, 128], [128, 1])
+            else:
+                tensor = dict(zip(launch.LAID_OUT["backward"], tensors, strict=True))[name]
+                assert (argument.shape, argument.strides) == (list(tensor.shape), list(tensor.stride()))
