@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 from rendered import assert_formatted_and_clean, assert_golden
 from variants import HOPPER_FWD, HOPPER_GOLDEN, hopper, hopper_resources
 
+from flashgen.compile import load_module
+from flashgen.export import write
 from flashgen.families import Variant
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.render import render
-from flashgen.spec import Causal, DType, Spec
+from flashgen.spec import TORCH_DTYPES, Causal, DType, Spec
 from flashgen.workers import Workers
 
 H200 = Gpu.named("h200")
@@ -96,3 +103,32 @@ def test_golden_file_compiles(which: int, workers: Workers) -> None:
     scores = 64 * golden.config["block_kv"] // 128
     assert loop["exp2"] == scores + 2 and loop.get("spill", 0) == loop.get("permute", 0) == 0
     assert loop["warpgroup"] <= 5
+
+
+@pytest.mark.parametrize("golden", HOPPER_GOLDEN, ids=lambda golden: golden.slug)
+def test_an_exported_file_copies_what_tma_does_not_take(golden: Variant, tmp_path: Path) -> None:
+    path = tmp_path / "my_attention.py"
+    write(golden, path)
+    command = [sys.executable, "-m", "ruff", "format", "--check", "--isolated", "--line-length", "120", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = load_module(path)
+    width, dtype = golden.spec.head_dim, TORCH_DTYPES[golden.spec.dtype]
+    good = torch.randn(2, 3, 40, width).to(dtype)
+    taken: list[torch.Tensor] = []
+    written.launch = lambda q, k, v, o, lse, scale: taken.extend((q, k, v))
+    bad = {
+        "rows of odd lengths apart": torch.randn(2, 3, 40, width + 1).to(dtype)[..., :width],
+        "off a boundary": torch.randn(2 * 3 * 40 * width + 1).to(dtype)[1:].view(2, 3, 40, width),
+        "expanded": good[:, :1].expand(2, 3, 40, width),
+        "transposed": torch.randn(2, 3, width, 40).to(dtype).transpose(2, 3),
+    }
+    assert written.suits_tma(good) and written.suits_tma(good[:, :, 3:])
+    for why, tensor in bad.items():
+        assert not written.suits_tma(tensor), why
+        v = torch.randn(2, 3, 40, golden.spec.head_dim_v).to(dtype)
+        with patch.object(torch.cuda, "device", lambda _: nullcontext()):
+            written.attention(tensor, good, v)
+        assert taken[0] is not tensor and torch.equal(taken[0], tensor) and written.suits_tma(taken[0]), why
+        assert taken[1] is good and taken[2] is v
+        taken.clear()
