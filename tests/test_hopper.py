@@ -15,10 +15,12 @@ import torch
 from rendered import assert_formatted_and_clean, assert_golden
 from variants import HOPPER_FWD, HOPPER_GOLDEN, hopper, hopper_resources
 
-from flashgen.compile import load_module
+from flashgen import store
+from flashgen.compile import kernel_resources, load_module
 from flashgen.export import write
 from flashgen.families import Variant
 from flashgen.hardware import KNOWN_GPUS, Gpu
+from flashgen.model import predict_us
 from flashgen.render import render
 from flashgen.spec import TORCH_DTYPES, Causal, DType, Spec
 from flashgen.workers import Workers
@@ -29,8 +31,28 @@ DTYPES: tuple[DType, ...] = ("fp16", "bf16")
 WIDTHS = [(64, 64), (128, 128), (192, 128), (256, 256), (72, 40), (8, 256)]
 SPECS = [Spec("forward", *width, dtype, causal) for width, dtype, causal in itertools.product(WIDTHS, DTYPES, CAUSAL)]
 PATIENCE = 300
+SHIPPED = Path(__file__).parents[1] / "tuned"
 
 every_golden = pytest.mark.parametrize("golden", HOPPER_GOLDEN, ids=lambda golden: golden.slug)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_the_model_knows_what_was_measured(width: int, workers: Workers) -> None:
+    """The winners on an H200, which the constants were read off: a few percent from them, 12 at most."""
+    entries = [
+        entry
+        for entry in store.read(SHIPPED / "h200.yaml", "h200").entries
+        if (entry.family, entry.spec.head_dim, entry.spec.dtype) == ("hopper_fwd", width, "bf16")
+    ]
+    assert len(entries) == 12
+    # They share a loop; what else differs is in the config.
+    for spec in {entry.spec for entry in entries}:
+        typical = Variant(HOPPER_FWD, spec, HOPPER_FWD.default(spec, H200))
+        used = workers.outcome(workers.submit(PATIENCE, kernel_resources, typical, H200, "kernel"))
+        for entry in (entry for entry in entries if entry.spec == spec):
+            if entry.config["consumers"] == typical.config["consumers"]:
+                estimate = predict_us(Variant(HOPPER_FWD, spec, entry.config), (used,), entry.problem, H200)
+                assert estimate == pytest.approx(entry.time.median_us, rel=0.15), (spec.slug, entry.bucket)
 
 
 @every_golden
