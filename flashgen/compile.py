@@ -195,25 +195,21 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def kernel_resources(variant: Variant, gpu: Gpu, kernel: str) -> Resources:
-    """Compile one kernel as contiguous tensors would launch it, and report; the task that child processes run.
+# Lengths that stand for all that a kernel is compiled for once: blocks of keys that are whole, and that are not.
+WHOLE, RAGGED = 128, 127
 
-    Whole blocks are reported. A kernel of its own for ragged lengths is compiled too: checks find it in the cache.
-    """
+
+def kernel_resources(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOLE) -> Resources:
+    """Compile one kernel as contiguous tensors would launch it, and report; the task that child processes run."""
     spec = variant.spec
     aligned = all(width * spec.element_bytes % 16 == 0 for width in (spec.head_dim, spec.head_dim_v))
-    compiled: dict[tuple[tuple[str, int], ...], CompiledKernel] = {}
-    for seq_kv in (128, 127):
-        (q, o), (k, v) = (
-            [torch.empty(1, 1, seq, width, device="meta") for width in (spec.head_dim, spec.head_dim_v)]
-            for seq in (128, seq_kv)
-        )
-        tensors = (q, k, v, o) if spec.op == "forward" else (q, k, v, o, o, q, k, v)
-        options = next(each.options for each in launches(variant, *tensors) if each.kernel == kernel)
-        key = tuple(sorted(options.items()))
-        if key not in compiled:
-            compiled[key] = compile_kernel(variant, gpu, kernel=kernel, options=options, aligned=aligned)
-    return resources_of(next(iter(compiled.values())))
+    (q, o), (k, v) = (
+        [torch.empty(1, 1, seq, width, device="meta") for width in (spec.head_dim, spec.head_dim_v)]
+        for seq in (WHOLE, seq_kv)
+    )
+    tensors = (q, k, v, o) if spec.op == "forward" else (q, k, v, o, o, q, k, v)
+    options = next(each.options for each in launches(variant, *tensors) if each.kernel == kernel)
+    return resources_of(compile_kernel(variant, gpu, kernel=kernel, options=options, aligned=aligned))
 
 
 def compile_resources(variant: Variant, gpu: Gpu) -> tuple[Resources, ...]:

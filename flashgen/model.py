@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from flashgen.families import Variant
 from flashgen.families.family import Tile
 from flashgen.hardware import Gpu
+from flashgen.queueing import round_trip
 from flashgen.resources import Resources
 from flashgen.spec import Problem, Spec
 
@@ -21,6 +22,10 @@ SERIAL_WAIT = 16.0  # clocks waited for each WARPGROUP instruction that ptxas ad
 TILE_WAIT = 6500.0  # clocks from a block's start to its first product and from its last to its end
 LOAD_WAIT = 500.0  # clocks until a copy has landed
 DRAM_SHARE = 0.5  # part of the compulsory memory traffic that nothing hides
+# Of families whose loop is scheduled by hand, read off hopper_fwd's times at 512 to 8,192 keys on an H200:
+HAND_CLOCK = 1.14  # the clock falls below the datasheet's where tensor cores are this busy
+HAND_TILE, HAND_WIDTH = 900.0, 16.0  # clocks of a tile beside its passes, and for each column of its output
+HAND_START = 5600.0  # more of them for a program with one tile
 BLEND = 1.7  # exponent of the norm that joins the times which queues, shared memory and copies allow
 
 # Set by the instruction set, or by nothing that the measurements could tell apart:
@@ -60,7 +65,8 @@ def predict_us(variant: Variant, resources: Sequence[Resources], problem: Proble
     Every multiprocessor works on as many blocks as fit. Their warps queue for its tensor cores and schedulers; shared
     memory, copies in flight and DRAM are bounds beside that. On an H200 the estimate misses by 7 % (standard
     deviation of the logarithm), and the candidate it ranks first is 2 % slower than the best, 9 % at worst, also for
-    head dims and masks that had no part in the fit. No other GPU and no backward had a part in it.
+    head dims and masks that had no part in the fit. No other GPU and no backward had a part in it. Families scheduled
+    by hand have constants of their own, read off the times of their winners.
 
     Args:
         resources: what each of the family's kernels compiled to, in their order.
@@ -69,6 +75,8 @@ def predict_us(variant: Variant, resources: Sequence[Resources], problem: Proble
     loops = variant.family.tiles(variant.spec, variant.config)
     narrow = variant.config.get("index_bits") == 32
     dram_us = _dram_us(variant.spec, problem, gpu)
+    if variant.family.by_hand:
+        return sum(max(_hand_us(variant, each, compiled[each.kernel], problem, gpu), dram_us) for each in loops)
     times = [_loop_us(tile, variant.spec, compiled[tile.kernel], problem, gpu, narrow) for tile in loops]
     # Kernels without a tile multiply no matrices: memory is all that they wait for.
     others = len(variant.family.kernels) - len({tile.kernel for tile in loops})
@@ -100,6 +108,20 @@ def _loop_us(tile: Tile, spec: Spec, resources: Resources, problem: Problem, gpu
         together = min(resident, math.ceil(per_sm))
         clocks = max(per_sm / together * tile_clocks(together, mean), tile_clocks(together, longest))
     return clocks / (gpu.clock_ghz * 1e3)
+
+
+def _hand_us(variant: Variant, tile: Tile, resources: Resources, problem: Problem, gpu: Gpu) -> float:
+    """One block fills a multiprocessor; its warps overlap products, softmax and copies from one tile to the next."""
+    work = _pass(tile, variant.spec, resources, gpu, narrow=False)
+    mean, longest = _passes(tile, variant.spec, problem)
+    issue = work.issue * tile.num_warps / SCHEDULERS
+    clocks = HAND_CLOCK * max((work.tensor**BLEND + issue**BLEND) ** (1 / BLEND), work.shared)
+    own = HAND_TILE + HAND_WIDTH * tile.kept + (0.0 if variant.config.get("schedule") else HAND_START)
+    per_sm = math.ceil(problem.seq_q / tile.block) * problem.batch * problem.heads / gpu.num_sms
+    # Without a mask all tiles take as long: the last round is a whole one.
+    rounds = math.ceil(per_sm) if variant.spec.causal == "none" else per_sm
+    total = max(rounds * (mean * clocks + own), longest * clocks + own)
+    return float(total / (gpu.clock_ghz * 1e3))
 
 
 def blocks_per_sm(tile: Tile, resources: Resources, gpu: Gpu) -> int:
@@ -217,20 +239,6 @@ def _clocks(work: _Pass, tile: Tile, blocks: int, passes: float) -> float:
     # barriers: they overlap less than as many blocks, here as the square root of their number.
     wait = work.wait + TILE_WAIT / passes + (1 - share) * (issue + work.tensor / share)
     together = math.sqrt(max(1.0, warps))
-    queued = _queue(blocks * together, work.tensor / together, issue * share * together, wait)
+    queued = round_trip(blocks * together, work.tensor / together, issue * share * together, wait)
     bounds = (queued, blocks * work.shared, work.load)
     return float(sum(bound**BLEND for bound in bounds) ** (1 / BLEND))
-
-
-def _queue(customers: float, tensor: float, issue: float, wait: float) -> float:
-    """Clocks for a round of `customers` that alternate between two servers and a wait.
-
-    Mean value analysis (Reiser and Lavenberg 1980): each finds the queues that one customer less would leave. Between
-    whole numbers of customers the result is interpolated.
-    """
-    before_tensor = before_issue = previous = clocks = 0.0
-    for number in range(1, math.ceil(customers) + 1):
-        at_tensor, at_issue = tensor * (1 + before_tensor), issue * (1 + before_issue)
-        previous, clocks = clocks, at_tensor + at_issue + wait
-        before_tensor, before_issue = number * at_tensor / clocks, number * at_issue / clocks
-    return clocks - (math.ceil(customers) - customers) * (clocks - previous)

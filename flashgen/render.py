@@ -89,6 +89,7 @@ def render(variant: Variant, *, interpreter: bool = False, standalone: bool = Fa
             "config_literal": _literal(kernel_options(variant.config)),
             "interpreter": interpreter,
             "standalone": standalone,
+            "aligned": variant.family.aligned,
             **variant.family.derived(spec),
             "torch_dtype": str(TORCH_DTYPES[spec.dtype]),
             # What the products round to: the dtype itself, or TF32's ten bits of mantissa, which are fp16's.

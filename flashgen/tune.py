@@ -171,7 +171,7 @@ class _Run:
         """Compile ahead in parallel; check and time one candidate after the other."""
         ahead: deque[Variant] = deque()
         depth = 2 * self.compilers.count
-        compilations = Compilations(self.compilers, self.request.gpu)
+        compilations = Compilations(self.compilers, self.request.gpu, to_run=self.gpu_worker is not None)
         while True:
             while len(ahead) < depth and time.monotonic() < deadline:
                 config = self.search.ask()

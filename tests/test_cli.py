@@ -270,7 +270,7 @@ def test_export(tmp_path: Path) -> None:
     path = tmp_path / "my_attention.py"
     ended = run("export", "--gpu", "h200", "--head-dim", "128", "--causal", "-o", path)
     assert ended.code == 0 and ended.err == ""
-    assert "triton_fwd_d128_bf16_causal" in ended.out and f"Written to {path}" in ended.out
+    assert "hopper_fwd_d128_bf16_causal" in ended.out and f"Written to {path}" in ended.out
     text = path.read_text()
     assert "causal=bottom_right" in text and "\nCONFIG = {" in text and "def self_check():" in text
     assert [each.name for each in tmp_path.iterdir()] == ["my_attention.py"]
@@ -317,6 +317,23 @@ def test_bench_fails_only_when_flashgen_was_asked_for_and_ran_nothing(monkeypatc
     failed = _bench(monkeypatch, "flashgen")
     assert failed.code == 2 and "flashgen ran none of these problems" in failed.err
     assert _bench(monkeypatch, "", "--peers", "fa2").code == 0
+
+
+def test_bench_keeps_what_is_measured_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def measure(spec: Spec, problem: Problem, names: tuple[str, ...], *_: object) -> list[Row]:
+        lengths.append(problem.seq_q)
+        if len(lengths) == 2:
+            raise KeyboardInterrupt
+        return _rows(names, "")
+
+    monkeypatch.setattr(bench, "current_gpu", lambda: H200)
+    monkeypatch.setattr(bench, "compare", measure)
+    command = ("bench", "--head-dim", "128", "--causal", "false", "--seq", "64,128,256", "--peers", "fa2", "--json")
+    ended = run(*command)
+    assert ended.code == 0 and "Interrupted" in ended.err and lengths == [64, 128]
+    assert len(json.loads(ended.out)["rows"]) == 1
 
 
 def test_bench_judges_everything_before_the_first_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tune_tasks
-from variants import backward
+from variants import backward, hopper
 
 from flashgen import compilations as module
 from flashgen.compilations import Compilations
@@ -33,7 +33,7 @@ def test_what_candidates_share_is_compiled_once(
 ) -> None:
     log = tmp_path / "log"
     monkeypatch.setattr(module, "kernel_resources", partial(tune_tasks.compile_and_note, log, 0.0))
-    compilations = Compilations(workers, A100)
+    compilations = Compilations(workers, A100, to_run=True)
     variants = [backward(SPEC, dkdv, dq) for dkdv in TILES for dq in TILES]
     for each in variants:
         compilations.start(each)
@@ -44,7 +44,7 @@ def test_what_candidates_share_is_compiled_once(
 
 def test_a_kernel_that_fails_fails_every_candidate_with_it(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "kernel_resources", tune_tasks.compile_never)
-    compilations = Compilations(workers, A100)
+    compilations = Compilations(workers, A100, to_run=True)
     for dq in TILES:
         outcome = compilations.outcome(backward(SPEC, TILES[0], dq))
         assert isinstance(outcome, Failure) and "delta_kernel does not compile" in outcome.reason
@@ -55,7 +55,7 @@ def test_a_worker_that_died_is_not_held_against_the_next(
 ) -> None:
     """It may have been killed for what another process did."""
     monkeypatch.setattr(module, "kernel_resources", partial(tune_tasks.die_once, tmp_path / "died"))
-    compilations = Compilations(workers, A100)
+    compilations = Compilations(workers, A100, to_run=True)
     first, second = backward(SPEC, TILES[0], TILES[0]), backward(SPEC, TILES[0], TILES[1])
     outcome = compilations.outcome(first)
     assert isinstance(outcome, Failure) and outcome.kind == "crash"
@@ -65,7 +65,7 @@ def test_a_worker_that_died_is_not_held_against_the_next(
 def test_what_has_not_begun_is_cancelled(workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = tmp_path / "log"
     monkeypatch.setattr(module, "kernel_resources", partial(tune_tasks.compile_and_note, log, 1.0))
-    compilations = Compilations(workers, A100)
+    compilations = Compilations(workers, A100, to_run=True)
     first, second = backward(SPEC, TILES[0], TILES[0]), backward(SPEC, TILES[1], TILES[1])
     futures = compilations.start(first)
     while not futures[0].running():
@@ -75,3 +75,14 @@ def test_what_has_not_begun_is_cancelled(workers: Workers, monkeypatch: pytest.M
     # They share the delta kernel, which runs: it is not taken from the other.
     assert not futures[0].cancelled() and futures[0].result() == tune_tasks.FITS
     assert compilations.cancelled(first)
+
+
+@pytest.mark.parametrize("to_run", [True, False])
+def test_ragged_lengths_are_compiled_for_who_runs_them(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, to_run: bool
+) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setattr(module, "kernel_resources", partial(tune_tasks.compile_and_note, log, 0.0))
+    compilations = Compilations(workers, Gpu.named("h200"), to_run=to_run)
+    assert compilations.outcome(hopper(Spec(), 2, 128, 2, 1, 1, 0, 0)) == (tune_tasks.FITS,)
+    assert len(log.read_text().splitlines()) == 1 + to_run

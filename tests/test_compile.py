@@ -17,9 +17,7 @@ from variants import variant
 
 from flashgen import compile as compile_module
 from flashgen.compile import (
-    MAX_STACK,
     compile_kernel,
-    judge,
     load_module,
     module_of,
     require_triton,
@@ -27,6 +25,7 @@ from flashgen.compile import (
 )
 from flashgen.errors import MissingDependencyError, RenderError
 from flashgen.families import Variant
+from flashgen.gate import MAX_STACK, judge
 from flashgen.hardware import Gpu
 from flashgen.launch import is_aligned
 from flashgen.render import kernel_options, render

@@ -256,3 +256,10 @@ def test_layouts_that_a_family_cannot_copy_go_to_another() -> None:
     with pytest.raises(UnsupportedError, match=r"needs rows that start on 16-byte boundaries.*contiguous\(\)"):
         select(spec, problem, H200, "hopper_fwd", aligned=False)
     assert select(spec, problem, H200, aligned=False).variant.family.name == "triton_fwd"
+
+
+def test_short_sequences_default_to_the_kernel_that_is_launched_faster() -> None:
+    """Four descriptors cost more CPU time than a few rows do on the GPU; by name it serves them too."""
+    assert _select(ODD, 128).variant.family.name == "triton_fwd"
+    assert _select(ODD, 256).variant.family is HOPPER_FWD
+    assert select(ODD, Problem(1, 1, 1, 16, 16), H200, "hopper_fwd").variant.family is HOPPER_FWD

@@ -41,7 +41,7 @@ def bench_command(as_json: bool, **given: Any) -> None:
     """Measure attention implementations side by side on this machine's GPU.
 
     Times are medians of single calls with a cold L2. An implementation that runs out of memory or refuses a shape is
-    reported as such.
+    reported as such. Ctrl-C keeps what is measured.
     """
     if given["plot_path"] is not None:
         check_plot_path(given["plot_path"])
@@ -56,11 +56,15 @@ def bench_command(as_json: bool, **given: Any) -> None:
         for spec in options.specs_from(gpu, head_dim, None, given["dtype"], given["causal"])
         for seq in given["seq"]
     ]
-    for spec, problem in work:
-        found = compare(spec, problem, names, given["rounds"], given["op"])
-        console.print(f"{found[0].label} {problem.batch} x {problem.seq_q}", style="dim")
-        rows += found
+    # First what is quick: an interrupted comparison has it too.
     cost = host_cost() if given["host"] else None
+    try:
+        for spec, problem in work:
+            found = compare(spec, problem, names, given["rounds"], given["op"])
+            console.print(f"{found[0].label} {problem.batch} x {problem.seq_q}", style="dim")
+            rows += found
+    except KeyboardInterrupt:
+        console.print("Interrupted: what was measured until now follows.")
     machine = {"gpu": gpu.label, "driver": driver_version(), "torch": torch.__version__}
     if as_json:
         plain = {
