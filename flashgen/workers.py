@@ -57,7 +57,7 @@ class Workers:
     def __init__(self, count: int, preload: str = "flashgen.compile") -> None:
         # forkserver: torch is imported once, no thread or CUDA context of this process is inherited.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([preload])
+        self._context.set_forkserver_preload(["flashgen.starting", preload])
         with _ctrl_c_ignored():
             multiprocessing.forkserver.ensure_running()
         self.count = count
@@ -147,6 +147,7 @@ def _end_group(*_: object) -> None:
 
 def _start_worker(folder: str, path: list[str]) -> None:
     sys.path[:] = path
+    sys.excepthook = sys.__excepthook__
     descriptor = os.open(os.path.join(folder, f"{os.getpid()}.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     # Triton prints the whole PTX to stdout when ptxas fails, where --json must stay alone.
     os.dup2(descriptor, 1)
