@@ -76,11 +76,13 @@ def predict_us(variant: Variant, resources: Sequence[Resources], problem: Proble
     narrow = variant.config.get("index_bits") == 32
     dram_us = _dram_us(variant.spec, problem, gpu)
     if variant.family.by_hand:
-        return sum(max(_hand_us(variant, each, compiled[each.kernel], problem, gpu), dram_us) for each in loops)
-    times = [_loop_us(tile, variant.spec, compiled[tile.kernel], problem, gpu, narrow) for tile in loops]
+        times = [max(_hand_us(variant, each, compiled[each.kernel], problem, gpu), dram_us) for each in loops]
+    else:
+        alone = [_loop_us(tile, variant.spec, compiled[tile.kernel], problem, gpu, narrow) for tile in loops]
+        times = [max(us + DRAM_SHARE * dram_us, dram_us) for us in alone]
     # Kernels without a tile multiply no matrices: memory is all that they wait for.
     others = len(variant.family.kernels) - len({tile.kernel for tile in loops})
-    return sum(max(us + DRAM_SHARE * dram_us, dram_us) for us in times) + others * dram_us
+    return sum(times) + others * dram_us
 
 
 def _dram_us(spec: Spec, problem: Problem, gpu: Gpu) -> float:
@@ -93,9 +95,7 @@ def _loop_us(tile: Tile, spec: Spec, resources: Resources, problem: Problem, gpu
     work = _pass(tile, spec, resources, gpu, narrow)
     resident = blocks_per_sm(tile, resources, gpu)
     mean, longest = _passes(tile, spec, problem)
-    length, heads = (problem.seq_q, problem.heads) if tile.stays == "q" else (problem.seq_kv, problem.kv_heads)
-    blocks = max(1, math.ceil(length / tile.block) * problem.batch * heads)
-    per_sm = blocks / gpu.num_sms
+    per_sm = _blocks(tile, problem) / gpu.num_sms
 
     def tile_clocks(blocks: int, passes: float) -> float:
         return passes * _clocks(work, tile, blocks, passes)
@@ -110,6 +110,12 @@ def _loop_us(tile: Tile, spec: Spec, resources: Resources, problem: Problem, gpu
     return clocks / (gpu.clock_ghz * 1e3)
 
 
+def _blocks(tile: Tile, problem: Problem) -> int:
+    """How many blocks a call has, at least one."""
+    length, heads = (problem.seq_q, problem.heads) if tile.stays == "q" else (problem.seq_kv, problem.kv_heads)
+    return max(1, math.ceil(length / tile.block) * problem.batch * heads)
+
+
 def _hand_us(variant: Variant, tile: Tile, resources: Resources, problem: Problem, gpu: Gpu) -> float:
     """One block fills a multiprocessor; its warps overlap products, softmax and copies from one tile to the next."""
     work = _pass(tile, variant.spec, resources, gpu, narrow=False)
@@ -117,7 +123,7 @@ def _hand_us(variant: Variant, tile: Tile, resources: Resources, problem: Proble
     issue = work.issue * tile.num_warps / SCHEDULERS
     clocks = HAND_CLOCK * max((work.tensor**BLEND + issue**BLEND) ** (1 / BLEND), work.shared)
     own = HAND_TILE + HAND_WIDTH * tile.kept + (0.0 if variant.config.get("schedule") else HAND_START)
-    per_sm = math.ceil(problem.seq_q / tile.block) * problem.batch * problem.heads / gpu.num_sms
+    per_sm = _blocks(tile, problem) / gpu.num_sms
     # Without a mask all tiles take as long: the last round is a whole one.
     rounds = math.ceil(per_sm) if variant.spec.causal == "none" else per_sm
     total = max(rounds * (mean * clocks + own), longest * clocks + own)

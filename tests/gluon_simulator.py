@@ -217,7 +217,9 @@ class Slot:
         """Consumers read a block that streams as often as the kernel says, or skip it, and others at least once."""
         right = bool(self.reads) or self.holds in (None, "registers")
         if self.holds in Program.current.reads:
-            right = set(self.reads.values()) == {Program.current.reads[self.holds]}
+            program, times = Program.current, Program.current.reads[self.holds]
+            everyone = {warp.name: times for warp in program.warps if warp.name != "load"}
+            right = set(self.reads.values()) == {times} if program.skips else self.reads == everyone
         if not right:
             raise Fault(f"{why}: {self.name} with {self.holds} was read by {self.reads}")
 
@@ -307,9 +309,14 @@ class Program:
     current: Program
 
     def __init__(
-        self, index: int, programs: int, chance: random.Random, reads: Mapping[str | None, int] = FORWARD_READS
+        self,
+        index: int,
+        programs: int,
+        chance: random.Random,
+        reads: Mapping[str | None, int] = FORWARD_READS,
+        skips: bool = False,
     ) -> None:
-        self.index, self.programs, self.chance, self.reads = index, programs, chance, reads
+        self.index, self.programs, self.chance, self.reads, self.skips = index, programs, chance, reads, skips
         self.slots: list[Slot] = []
         self.warps: list[Warp] = []
         self.landings: list[Callable[[], None]] = []
@@ -572,9 +579,11 @@ def load_text(text: str, multiprocessors: int) -> ModuleType:
 
 
 def simulate(
-    text: str, operands: Sequence[np.ndarray], scale: float, multiprocessors: int, chance: random.Random
+    text: str, operands: Sequence[np.ndarray], scale: float, multiprocessors: int, chance: random.Random, skips: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """What a kernel makes of q, k and v: o and lse, in an interleaving drawn from `chance`.
+
+    `skips`: whether a consumer may pass a block of keys that it does not see.
 
     Raises:
         Fault: it does what it must not.
@@ -590,7 +599,7 @@ def simulate(
     counter = _deal(programs, tiles, chance) if kernel.SCHEDULE == 2 else Counter([], 0)
     descriptors = [Descriptor(*named) for named in zip(kernel.BLOCKS, arrays, kernel.BLOCKS.values(), strict=True)]
     for index in range(programs):
-        Program.current = Program(index, programs, chance)
+        Program.current = Program(index, programs, chance, skips=skips)
         numbers = (np.float32(scale), *(Int32(size) for size in sizes), Int32(options["STRAIGHT"]))
         kernel.kernel(*descriptors, Pointer(lse.reshape(-1)), counter, *numbers)
     if any(counter.draws):

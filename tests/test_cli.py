@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import click
 import pytest
+import torch
 from command_line import Ended, run
 from entries import H200, entry
 
@@ -15,7 +18,7 @@ import flashgen
 from flashgen import store
 from flashgen.benchmark import Measurement
 from flashgen.cli import bench, cli
-from flashgen.compare import Row
+from flashgen.compare import PEERS, Row
 from flashgen.families import FAMILIES
 from flashgen.hardware import KNOWN_GPUS
 from flashgen.spec import Problem, Spec
@@ -343,3 +346,12 @@ def test_bench_judges_everything_before_the_first_measurement(monkeypatch: pytes
     assert "1 <= head_dim <= 256 must hold" in _refused("bench", "--head-dim", "64,300")
     assert "--seq must be at most" in _refused("bench", "--head-dim", "64", "--seq", "64,99999999")
     assert measured == []
+
+
+def test_a_peer_that_is_not_installed_says_so() -> None:
+    q = torch.zeros(1, 1, 1, 8)
+    with (
+        patch.dict(sys.modules, {"fa3_fwd_interface": None, "flash_attn_interface": None}),
+        pytest.raises(RuntimeError, match="not installed: fa3_fwd_interface or flash_attn_interface"),
+    ):
+        PEERS["fa3"](q, q, q, False)

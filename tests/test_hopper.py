@@ -7,21 +7,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from rendered import assert_formatted_and_clean, assert_golden
-from variants import HOPPER_FWD, HOPPER_GOLDEN, hopper, hopper_resources
+from variants import HOPPER_FWD, HOPPER_GOLDEN, hopper, hopper_resources, variant
 
 from flashgen import store
 from flashgen.compile import kernel_resources, load_module
 from flashgen.export import write
 from flashgen.families import Variant
+from flashgen.gate import judge
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.model import predict_us
 from flashgen.render import render
+from flashgen.resources import Resources
 from flashgen.spec import TORCH_DTYPES, Causal, DType, Spec
 from flashgen.workers import Workers
 
@@ -117,8 +120,9 @@ def test_golden_file_compiles(which: int, workers: Workers) -> None:
     used = workers.outcome(workers.submit(PATIENCE, hopper_resources, which, H200))
     low, high = HOPPER_FWD.shared_memory(golden.spec, golden.config, H200)
     assert low <= used.shared <= high <= H200.shared_per_block
-    # Between tiles some values wait in memory: of three consumers, which have 160 registers, or with Triton 3.9.
-    assert used.stack <= 128
+    # Between tiles some values wait in memory: of three consumers, which have 160 registers; 24 bytes with Triton 3.9.
+    newest = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
+    assert used.stack <= (128 if golden.config["consumers"] == 3 else 24 if newest else 0)
     # What was measured to lose: spills, products that ptxas serialises, P that LLVM carries as single values.
     loop = used.loop
     assert loop["wgmma"] == (golden.spec.block_d + golden.config["block_kv"]) // 16
@@ -154,3 +158,20 @@ def test_an_exported_file_copies_what_tma_does_not_take(golden: Variant, tmp_pat
         assert taken[0] is not tensor and torch.equal(taken[0], tensor) and written.suits_tma(taken[0]), why
         assert taken[1] is good and taken[2] is v
         taken.clear()
+
+
+def test_loops_that_the_compiler_undid_are_refused() -> None:
+    """What predicted losses; a family whose loops the compiler orders may have all of it."""
+    good = {"wgmma": 16, "convert": 32, "warpgroup": 4}
+    golden, portable = HOPPER_GOLDEN[0], variant(Spec(dtype="bf16"), 128, 64, 8, 3)
+    assert judge(golden, H200, (Resources(1024, 168, 0, good),)) is None
+    for change, words in (
+        ({"spill": 1}, "1 accesses to spilled registers"),
+        ({"warpgroup": 6}, "6 WARPGROUP instructions"),
+        ({"permute": 33}, "33 PRMT instructions"),
+    ):
+        used = Resources(1024, 168, 0, {**good, **change})
+        refused = judge(golden, H200, (used,))
+        assert refused is not None and (refused.stage, refused.kind) == ("resources", "undone by the compiler")
+        assert words in refused.reason
+        assert judge(portable, H200, (used,)) is None

@@ -57,7 +57,7 @@ def _wrong(variant: Variant, text: str, chance: random.Random) -> str | None:
     v = normal((batch, kv_heads, seq_kv, spec.head_dim_v), np.float32)
     where = f"q {q.shape}, kv {v.shape}"
     try:
-        got = simulate(text, (q, k, v), 0.3, chance.choice((1, 2, 3, 5, 132)), chance)
+        got = simulate(text, (q, k, v), 0.3, chance.choice((1, 2, 3, 5, 132)), chance, spec.causal != "none")
     except Fault as fault:
         return f"{where}: {fault}"
     wide = (torch.from_numpy(operand).double() for operand in (q, k, v))
