@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashgen.autograd import Attention
+from flashgen.autograd import Attention, is_direct, is_watched
 from flashgen.dispatch import attend
 from flashgen.errors import UnsupportedError
 from flashgen.spec import DTYPE_NAMES
@@ -22,6 +22,8 @@ from flashgen.tensors import (
     from_tensors,
     has_memory,
 )
+
+DIFFERENTIATED: Any = Attention.apply
 
 
 def attention(
@@ -65,18 +67,17 @@ def attention(
         raise
     if forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
-    if device == "cuda" and not wants_grad and not _is_watched():
+    if wants_grad:
+        if is_direct(q, k, v):
+            out, lse = DIFFERENTIATED(q, k, v, causal_from(causal), scale, layout, True, family)
+            return (out, lse) if return_lse else out
+    elif device == "cuda" and not is_watched():
         try:
             return attend(q, k, v, causal, scale, layout, return_lse, family)
         except RuntimeError:
             if has_memory(q, k, v):
                 raise
     return _by_operator(q, k, v, causal, scale, layout, return_lse, family, wants_grad)
-
-
-def _is_watched() -> bool:
-    """Whether somebody records operators: torch.compile, make_fx, jit.trace, a counter of FLOPs."""
-    return bool(torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state())
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
@@ -111,6 +112,6 @@ def _by_operator(
         check_scale(scale, q.dtype)
         check_device(q.device, family)
     # The operator alone serves tracers; torch.func.grad knows only autograd functions.
-    operator: Any = Attention.apply if wants_grad and not torch.compiler.is_compiling() else torch.ops.flashgen.forward
+    operator = DIFFERENTIATED if wants_grad and not torch.compiler.is_compiling() else torch.ops.flashgen.forward
     out, lse = operator(q, k, v, mask, scale, layout, return_lse or wants_grad, family)
     return (out, lse) if return_lse else out

@@ -13,11 +13,10 @@ from torch import Tensor
 from flashgen.dispatch import attend
 from flashgen.errors import UnsupportedError
 from flashgen.gradients import gradients
-from flashgen.tensors import empty_gradient, empty_output
+from flashgen.tensors import empty_gradient, empty_output, has_memory
 
 
-@torch.library.custom_op("flashgen::forward", mutates_args=())
-def forward(
+def compute(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -32,6 +31,9 @@ def forward(
     if isinstance(result, tuple):
         return result
     return result, q.new_empty(0, dtype=torch.float32)
+
+
+forward = torch.library.custom_op("flashgen::forward", mutates_args=())(compute)
 
 
 @torch.library.custom_op("flashgen::backward", mutates_args=())
@@ -88,8 +90,11 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
         return (None, None, None, *nothing)
     q, k, v, o, lse = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
-    # With a graph of the backward, which torch.func always makes, its operator would be differentiated again.
-    operator: Any = Gradients.apply if torch.is_grad_enabled() else torch.ops.flashgen.backward
+    if torch.is_grad_enabled():
+        # With a graph of the backward, which torch.func always makes, its operator would be differentiated again.
+        operator: Any = Gradients.apply
+    else:
+        operator = gradients if is_direct(q, k, v, o, lse, do) else torch.ops.flashgen.backward
     return (*operator(q, k, v, o, lse, do, dlse, ctx.causal, ctx.scale, ctx.layout), *nothing)
 
 
@@ -138,13 +143,24 @@ forward.register_vmap(_map_forward)
 backward.register_vmap(_map_backward)
 
 
+def is_direct(*tensors: Tensor) -> bool:
+    """Whether nobody needs to see an operator: kernels of a GPU run on tensors with memory, and nothing is traced."""
+    return tensors[0].is_cuda and not is_watched() and has_memory(*tensors)
+
+
+def is_watched() -> bool:
+    """Whether somebody records operators: torch.compile, make_fx, jit.trace, a counter of FLOPs."""
+    return bool(torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state())
+
+
 class Attention(torch.autograd.Function):
     """The operator for eager calls that are differentiated: torch.func takes no operator with gradients of its own."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
         """Arguments and results of `torch.ops.flashgen.forward`."""
-        results: tuple[Tensor, Tensor] = torch.ops.flashgen.forward(*inputs)
+        operator: Any = compute if is_direct(*inputs[:3]) else torch.ops.flashgen.forward
+        results: tuple[Tensor, Tensor] = operator(*inputs)
         return results
 
     setup_context = staticmethod(_save)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashgen.api import attention
 from flashgen.benchmark import Measurement, flops, inputs, interleaved
 from flashgen.errors import InputError, did_you_mean
-from flashgen.reference import plain_attention
+from flashgen.peers import PEERS, Forward
 from flashgen.spec import Problem, Spec
 
 Call = Callable[[], object]
-Forward = Callable[[], Tensor]
 Work = Literal["forward", "backward", "training"]
 
 
@@ -53,75 +48,6 @@ class Row:
     def label(self) -> str:
         """What a table calls its line."""
         return self.spec.slug if self.work == "forward" else f"{self.work} {self.spec.slug}"
-
-
-def _flashgen(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
-    def call() -> Tensor:
-        o = attention(q, k, v, causal=causal)
-        assert isinstance(o, Tensor)
-        return o
-
-    return call
-
-
-def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, bool], Forward]:
-    def make(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
-        grouped = q.shape[1] != k.shape[1]
-
-        def call() -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-
-        return call
-
-    return make
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    # Beyond the limit torch.compile silently runs the unfused form.
-    torch._dynamo.config.recompile_limit = 1000
-    # Donated buffers allow one backward per forward; here one forward is differentiated many times.
-    torch._functorch.config.donated_buffer = False
-    compiled = torch.compile(flex_attention, dynamic=False)
-    mask = None
-    if causal:
-        mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, q.shape[2], k.shape[2], device="cuda")
-    grouped = q.shape[1] != k.shape[1]
-    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
-    return lambda: plain_attention(q, k, v, causal="bottom_right" if causal else "none")[0]
-
-
-def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward:
-    flash_attn_func = _imported("fa3_fwd_interface", "flash_attn_interface").flash_attn_func
-    rows_first = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
-    return lambda: flash_attn_func(*rows_first, causal=causal)
-
-
-def _imported(*names: str) -> Any:
-    """The first of these modules that is installed.
-
-    Raises:
-        RuntimeError: none is.
-    """
-    for name in names:
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(name)
-    raise RuntimeError(f"not installed: {' or '.join(names)}")
-
-
-PEERS: Mapping[str, Callable[[Tensor, Tensor, Tensor, bool], Forward]] = {
-    "flashgen": _flashgen,
-    "fa2": _sdpa(SDPBackend.FLASH_ATTENTION),
-    "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
-    "flex": _flex,
-    "fa3": _fa3,
-    "plain": _plain,
-}
 
 
 def compare(spec: Spec, problem: Problem, names: tuple[str, ...], rounds: int = 3, work: Work = "forward") -> list[Row]:
@@ -158,8 +84,8 @@ def compare(spec: Spec, problem: Problem, names: tuple[str, ...], rounds: int = 
             calls[name] = call
         except torch.OutOfMemoryError:
             failures[name] = "out of memory"
-        except RuntimeError as error:  # a peer may refuse a shape or dtype; its reason is its row
-            failures[name] = str(error).strip().splitlines()[0][:200]
+        except (RuntimeError, AssertionError) as error:  # a peer may refuse a shape or dtype; its reason is its row
+            failures[name] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         torch.cuda.empty_cache()
     times = interleaved(calls, rounds=rounds)
     total = _flops(spec, problem, work)
@@ -204,22 +130,29 @@ class HostCost:
     sdpa_us: float
 
 
-def host_cost(calls: int = 600, repeats: int = 7) -> HostCost:
-    """What calling costs before the GPU has anything to do: batch 1, one head, 64 tokens, head_dim 64, bf16."""
-    q, k, v = inputs(Spec(head_dim=64, head_dim_v=64), Problem(1, 1, 1, 64, 64), "cuda")
-    subjects: dict[str, Call] = {
-        "flashgen": lambda: attention(q, k, v),
+def host_cost(work: Work = "forward", calls: int = 600, repeats: int = 7) -> HostCost:
+    """What calling costs before the GPU has anything to do: batch 1, one head, 64 tokens, head_dim 64, bf16.
+
+    Of work other than the forward: the forward and its backward, as training calls them.
+    """
+    trains = work != "forward"
+    given = inputs(Spec(head_dim=64, head_dim_v=64), Problem(1, 1, 1, 64, 64), "cuda")
+    q, k, v = (tensor.requires_grad_(trains) for tensor in given)
+    forwards: dict[str, Forward] = {
+        "flashgen": PEERS["flashgen"](q, k, v, False),
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, v),
     }
+    subjects = {
+        name: _timed(forward, (q, k, v), "training" if trains else "forward") for name, forward in forwards.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in subjects}
-    with torch.no_grad():
-        for _ in range(repeats):
-            for name, call in subjects.items():
+    for _ in range(repeats):
+        for name, call in subjects.items():
+            call()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
                 call()
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(calls):
-                    call()
-                times[name].append((time.perf_counter() - start) / calls * 1e6)
-                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - start) / calls * 1e6)
+            torch.cuda.synchronize()
     return HostCost(statistics.median(times["flashgen"]), statistics.median(times["sdpa"]))

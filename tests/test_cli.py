@@ -18,9 +18,10 @@ import flashgen
 from flashgen import store
 from flashgen.benchmark import Measurement
 from flashgen.cli import bench, cli
-from flashgen.compare import PEERS, Row
+from flashgen.compare import Row
 from flashgen.families import FAMILIES
 from flashgen.hardware import KNOWN_GPUS
+from flashgen.peers import PEERS
 from flashgen.spec import Problem, Spec
 
 TUNE = ("tune", "--gpu", "a100", "--head-dim", "64")

@@ -1,4 +1,4 @@
-"""`flashgen bench`: flashgen beside SDPA's backends, FlexAttention and plain attention, in one run."""
+"""`flashgen bench`: flashgen beside SDPA's backends, FlexAttention, plain attention and other packages, in one run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import click
 import torch
 
 from flashgen.cli import options
-from flashgen.compare import PEERS, Row, compare, host_cost
+from flashgen.compare import Row, compare, host_cost
 from flashgen.errors import UnsupportedError
 from flashgen.hardware import current_gpu, driver_version
+from flashgen.peers import OPTIONAL, PEERS
 from flashgen.plot import check_plot_path, plot
 from flashgen.report import comparison_table, stderr_console, stdout_console
 
@@ -28,13 +29,15 @@ from flashgen.report import comparison_table, stderr_console, stdout_console
 @click.option("--tokens", type=click.IntRange(min=1), default=options.TOKENS, show_default=True, help="batch * seq.")
 @click.option(
     "--peers",
-    default=",".join(name for name in PEERS if name != "fa3"),
+    default=",".join(name for name in PEERS if name not in OPTIONAL),
     show_default=True,
-    help=f"Which to run, of {', '.join(PEERS)}; fa3 is a package of its own.",
+    help=f"Which to run, of {', '.join(PEERS)}; fa3 and fa4 are packages of their own.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Shuffled rounds of timing.")
 @click.option("--memory", is_flag=True, help="Print peak memory too.")
-@click.option("--host", is_flag=True, help="Print the CPU time of one eager call too.")
+@click.option(
+    "--host", is_flag=True, help="Print the CPU time of one eager call too, with its backward unless --op forward."
+)
 @click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Picture file to write.")
 @options.json_option
 def bench_command(as_json: bool, **given: Any) -> None:
@@ -57,7 +60,7 @@ def bench_command(as_json: bool, **given: Any) -> None:
         for seq in given["seq"]
     ]
     # First what is quick: an interrupted comparison has it too.
-    cost = host_cost() if given["host"] else None
+    cost = host_cost(given["op"]) if given["host"] else None
     try:
         for spec, problem in work:
             found = compare(spec, problem, names, given["rounds"], given["op"])

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The figures of README.md, measured on this machine's GPU: tests/gpu/figures.sh FOLDER [STEP ...]
 # Steps: forward backward training article gpt (default: all). Each writes a file; one that takes too long keeps what it
-# has. FA3 takes part where fa3-fwd is installed.
+# has. FA3 and FA4 take part where fa3-fwd and flash-attn-4 are installed.
 set -u
 folder=$1
 shift
@@ -20,9 +20,9 @@ bench() {
 for step in "${@:-forward backward training article gpt}"; do
     for each in $step; do
         case $each in
-            forward) bench forward --host --head-dim 64,128,256 --seq 512,2048,8192,16384 --peers flashgen,fa2,cudnn,flex,fa3 ;;
-            backward) bench backward --op backward --head-dim 64,128,256 --seq 2048,8192,16384 --peers flashgen,fa2,cudnn,flex ;;
-            training) bench training --op training --head-dim 64,128 --seq 2048,8192 --peers flashgen,fa2,cudnn,flex ;;
+            forward) bench forward --host --head-dim 64,128,256 --seq 512,2048,8192,16384 --peers flashgen,fa2,cudnn,flex,fa3,fa4 ;;
+            backward) bench backward --host --op backward --head-dim 64,128,256 --seq 2048,8192,16384 --peers flashgen,fa2,cudnn,flex,fa4 ;;
+            training) bench training --op training --head-dim 64,128 --seq 2048,8192 --peers flashgen,fa2,cudnn,flex,fa4 ;;
             article) bench article --dtype fp16 --heads 8 --head-dim 128 --seq 512,1024,2048,4096,8192,16384,32768 --memory --peers flashgen,fa2,plain ;;
             gpt) limited python "$(dirname "$0")/train_gpt.py" > "$folder/gpt.txt" 2>&1; echo "gpt: $?" ;;
         esac
