@@ -67,8 +67,9 @@ def _package(*modules: str) -> Callable[[Tensor, Tensor, Tensor, bool], Forward]
         rows_first = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
 
         def call() -> Tensor:
-            o = flash_attn_func(*rows_first, causal=causal)
-            return o[0] if isinstance(o, tuple) else o
+            o: Any = flash_attn_func(*rows_first, causal=causal)
+            first: Tensor = o[0] if isinstance(o, tuple) else o
+            return first
 
         return call
 
