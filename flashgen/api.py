@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashgen.autograd import Attention, is_direct, is_watched
+from flashgen.autograd import Attention, Direct, is_direct, is_watched
 from flashgen.dispatch import attend
 from flashgen.errors import UnsupportedError
 from flashgen.spec import DTYPE_NAMES
@@ -23,7 +23,8 @@ from flashgen.tensors import (
     has_memory,
 )
 
-DIFFERENTIATED: Any = Attention.apply
+_direct: Any = Direct.apply
+_traceable: Any = Attention.apply
 
 
 def attention(
@@ -69,7 +70,7 @@ def attention(
         _refuse_tangents(q, k, v)
     if wants_grad:
         if is_direct(q, k, v):
-            out, lse = DIFFERENTIATED(q, k, v, causal_from(causal), scale, layout, True, family)
+            out, lse = _direct(q, k, v, causal_from(causal), scale, layout, True, family)
             return (out, lse) if return_lse else out
     elif device == "cuda" and not is_watched():
         try:
@@ -112,6 +113,6 @@ def _by_operator(
         check_scale(scale, q.dtype)
         check_device(q.device, family)
     # The operator alone serves tracers; torch.func.grad knows only autograd functions.
-    operator = DIFFERENTIATED if wants_grad and not torch.compiler.is_compiling() else torch.ops.flashgen.forward
+    operator = _traceable if wants_grad and not torch.compiler.is_compiling() else torch.ops.flashgen.forward
     out, lse = operator(q, k, v, mask, scale, layout, return_lse or wants_grad, family)
     return (out, lse) if return_lse else out

@@ -144,8 +144,13 @@ backward.register_vmap(_map_backward)
 
 
 def is_direct(*tensors: Tensor) -> bool:
-    """Whether nobody needs to see an operator: kernels of a GPU run on tensors with memory, and nothing is traced."""
-    return tensors[0].is_cuda and not is_watched() and has_memory(*tensors)
+    """Whether nobody needs to see an operator: eager calls, on tensors of a GPU that have memory of their own."""
+    return (
+        tensors[0].is_cuda
+        and not is_watched()
+        and not torch._C._are_functorch_transforms_active()
+        and has_memory(*tensors)
+    )
 
 
 def is_watched() -> bool:
@@ -153,14 +158,26 @@ def is_watched() -> bool:
     return bool(torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state())
 
 
+class Direct(torch.autograd.Function):
+    """Training in eager mode, past the operators, whose wrappers and defaults cost more than the launches."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Arguments and results of `torch.ops.flashgen.forward`."""
+        results = compute(*inputs)
+        _save(ctx, inputs, results)
+        return results
+
+    backward = staticmethod(_differentiate)
+
+
 class Attention(torch.autograd.Function):
-    """The operator for eager calls that are differentiated: torch.func takes no operator with gradients of its own."""
+    """The operator for other calls that are differentiated: torch.func takes none with gradients of its own."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
         """Arguments and results of `torch.ops.flashgen.forward`."""
-        operator: Any = compute if is_direct(*inputs[:3]) else torch.ops.flashgen.forward
-        results: tuple[Tensor, Tensor] = operator(*inputs)
+        results: tuple[Tensor, Tensor] = torch.ops.flashgen.forward(*inputs)
         return results
 
     setup_context = staticmethod(_save)

@@ -29,25 +29,43 @@ class Described:
         self.strides = strides
 
 
-def describing(bound: Any, views: tuple[Tensor, ...], counts: bool) -> Callable[..., None]:
-    """A launch of a kernel that takes q, k, v and o as descriptors.
+def describing(bound: Any, layouts: list[Layout | None]) -> Callable[..., None]:
+    """A launch of a kernel that takes some arguments as descriptors.
+
+    Args:
+        bound: the kernel, a flashgen.launch.Bound.
+        layouts: of the first arguments those that are descriptors' layouts; None for what the kernel takes as it is.
+    """
+    make = _past_descriptors(bound)
+    described: Callable[..., list[Any]]
+    if make is not None:
+        described = _remembering(make, layouts)
+    else:
+
+        def described(*tensors: Any) -> list[Any]:
+            return [
+                each if layout is None else Described(each, *layout)
+                for each, layout in zip(tensors, layouts, strict=True)
+            ]
+
+    last = len(layouts)
+
+    def launch(*given: Any) -> None:
+        bound(*described(*given[:last]), *given[last:])
+
+    return launch
+
+
+def forward(bound: Any, views: tuple[Tensor, ...], counts: bool) -> Callable[..., None]:
+    """A launch of a forward kernel that takes q, k, v and o as descriptors.
 
     Args:
         bound: the kernel, a flashgen.launch.Bound.
         views: q, k, v and o.
         counts: whether the kernel counts tiles.
     """
-    layouts = [(list(view.shape), list(view.stride())) for view in views]
+    run = describing(bound, [(list(view.shape), list(view.stride())) for view in views])
     nothing_to_see = views[1].numel() == 0
-    past = _past_descriptors(bound.kernel)
-    if past is not None:
-        launcher, make = past
-        bound.run_by(launcher)
-        described: Callable[..., tuple[Any, ...]] = _remembering(make, layouts)
-    else:
-
-        def described(*tensors: Tensor) -> tuple[Any, ...]:
-            return tuple(Described(tensor, *layout) for tensor, layout in zip(tensors, layouts, strict=True))
 
     def launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, scale: float) -> None:
         if nothing_to_see:  # TMA describes no empty tensor
@@ -55,60 +73,70 @@ def describing(bound: Any, views: tuple[Tensor, ...], counts: bool) -> Callable[
             if lse is not None:
                 lse.fill_(-torch.inf)
             return
-        bound(*described(q, k, v, o), lse, bound.counter() if counts else None, scale)
+        run(q, k, v, o, lse, bound.counter() if counts else None, scale)
 
     return launch
 
 
-def describing_some(bound: Callable[..., None], layouts: list[Layout | None]) -> Callable[..., None]:
-    """A launch of a kernel that takes descriptors where there is a layout, and what else it takes as it is."""
-
-    def launch(*given: Any) -> None:
-        bound(
-            *(each if layout is None else Described(each, *layout) for each, layout in zip(given, layouts, strict=True))
-        )
-
-    return launch
-
-
-def _remembering(make: Callable[[Described, int], list[Any]], layouts: list[Layout]) -> Callable[..., tuple[Any, ...]]:
+def _remembering(make: Callable[[Described, int], list[Any]], layouts: list[Layout | None]) -> Callable[..., list[Any]]:
     """What the launcher takes for tensors of these layouts; made once for every address."""
-    remembered: list[dict[int, list[Any]]] = [{} for _ in layouts]
+    described = [index for index, layout in enumerate(layouts) if layout is not None]
+    places: list[tuple[int, Layout | None, dict[int, list[Any]]]] = [
+        (described.index(index) if layout is not None else 0, layout, {}) for index, layout in enumerate(layouts)
+    ]
 
-    def described(*tensors: Tensor) -> tuple[Any, ...]:
+    def arguments(*given: Any) -> list[Any]:
         made: list[Any] = []
-        for number, tensor in enumerate(tensors):
-            known = remembered[number]
-            found = known.get(tensor.data_ptr())
+        for (number, layout, known), each in zip(places, given, strict=True):
+            if layout is None:
+                made.append(each)
+                continue
+            found = known.get(each.data_ptr())
             if found is None:
                 if len(known) >= MAX_REMEMBERED:
                     known.clear()
-                found = known[tensor.data_ptr()] = make(Described(tensor, *layouts[number]), number)
+                found = known[each.data_ptr()] = make(Described(each, *layout), number)
             made += found
-        return tuple(made)
+        return made
 
-    return described
+    return arguments
 
 
-def _past_descriptors(kernel: Any) -> tuple[Callable[..., None], Callable[[Described, int], list[Any]]] | None:
-    """Triton 3.6's launcher below its descriptors, and what makes one of them; None in another Triton.
+def unwrapped(run: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """A kernel's launcher, and what it takes between function and metadata.
+
+    Triton 3.6 wraps a C function in one that allocates scratch: where none is needed, the C function will do.
+    """
+    driver = _past_driver()
+    if (
+        driver is None
+        or not isinstance(run, driver.CudaLauncher)
+        or run.global_scratch_size
+        or run.profile_scratch_size
+    ):
+        return run, ()
+    return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+
+
+def _past_driver() -> Any:
+    """The driver of Triton 3.6; None in another Triton."""
+    from triton.backends.nvidia import driver
+
+    return driver if hasattr(driver, "make_launcher") else None
+
+
+def _past_descriptors(bound: Any) -> Callable[[Described, int], list[Any]] | None:
+    """Have a kernel launched below Triton 3.6's descriptors, and return what makes one of them; None elsewhere.
 
     There a call that makes all four anew costs 20.5 us, one that passes pointers 12.9 (H200 host).
     """
-    from triton.backends.nvidia import driver
-
-    launcher = kernel.run
-    inner = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
-    fits = hasattr(driver, "make_launcher") and {"launcher", "tensordesc_indices", "tensordesc_meta"} <= inner.keys()
-    if not fits or launcher.global_scratch_size or launcher.profile_scratch_size:
+    driver, launcher = _past_driver(), bound.launcher
+    inner = inspect.getclosurevars(launcher).nonlocals if inspect.isfunction(launcher) else {}
+    if driver is None or not {"launcher", "tensordesc_indices", "tensordesc_meta"} <= inner.keys():
         return None
-    raw, metas = inner["launcher"], inner["tensordesc_meta"]
-    cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
-
-    def launch(x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
-        raw(x, y, z, stream, function, cooperative, dependent, None, None, *rest)
-
-    return launch, lambda described, number: driver.make_tensordesc_arg(described, metas[number])
+    metas = inner["tensordesc_meta"]
+    bound.launcher = inner["launcher"]
+    return lambda described, number: driver.make_tensordesc_arg(described, metas[number])
 
 
 _zeros: dict[tuple[int, int], Tensor] = {}

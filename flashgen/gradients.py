@@ -71,17 +71,21 @@ def gradients(
         return gradients_on_cpu(q, k, v, o, lse, do, dlse, causal, scale, layout)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
         return _without_a_positive_scale(q, k, v, o, lse, do, dlse, causal, scale, layout)
+    # The strides of q, k and v decide those of their gradients, too.
     results = (empty_gradient(q), empty_gradient(k), empty_gradient(v))
+    key = (
+        q.shape, k.shape, v.shape, o.shape, do.shape, lse.shape,
+        q.stride(), k.stride(), v.stride(), o.stride(), do.stride(),
+        q.dtype, k.dtype, v.dtype, o.dtype, do.dtype, lse.dtype,
+        q.device, k.device, v.device, o.device, do.device, lse.device,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()) & 15,
+        None if dlse is None else (dlse.shape, dlse.device), causal, layout,
+        q.dtype is torch.float32 and tf32_allowed(),
+    )  # fmt: skip
     tensors = tuple(with_contiguous_rows(tensor) for tensor in (q, k, v, o, do))
     q, k, v, o, do = tensors
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-    layouts = [(each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15) for each in tensors]
-    key = (
-        *layouts, *(each.stride() for each in results), lse.shape, lse.dtype, lse.device,
-        None if dlse is None else (dlse.shape, dlse.device), causal, layout,
-        q.dtype is torch.float32 and tf32_allowed(),
-    )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         _check(q, v, o, lse, do, dlse, layout)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flashgen import descriptors
 from flashgen.compile import Launch, compile_kernel, launches, module_of
-from flashgen.descriptors import Described, Layout, describing, describing_some, zero_of
 from flashgen.errors import UnsupportedError
 from flashgen.families import Variant
 from flashgen.hardware import gpu_of
@@ -40,31 +40,23 @@ class Bound:
     is current.
     """
 
-    __slots__ = ("_device", "_function", "_grid", "_kernel", "_metadata", "_rest", "_run", "_stream")
+    __slots__ = ("_device", "_function", "_grid", "_kernel", "_rest", "_stream", "_taken", "launcher")
 
     def __init__(self, kernel: CompiledKernel, device: int, launch: Launch) -> None:
         from triton.runtime import driver
 
         compiled: Any = kernel
         self._kernel = kernel  # Triton unloads a module with its last reference
-        self._run = compiled.run
+        self.launcher, between = descriptors.unwrapped(compiled.run)
+        # Three hooks at the end.
+        self._taken = (*between, compiled.packed_metadata, None, None, None)
         self._function = compiled.function
-        self._metadata = compiled.packed_metadata
         self._stream: Callable[[int], int] = driver.active.get_current_stream
         self._device = device
         self._grid = launch.grid[0]
         self._rest = launch.sizes + tuple(value for name, value in launch.options.items() if name.isupper())
 
-    @property
-    def kernel(self) -> Any:
-        """The compiled kernel, loaded."""
-        return self._kernel
-
-    def run_by(self, launcher: Callable[..., None]) -> None:
-        """Launch by another function with the arguments of CompiledKernel.run from now on."""
-        self._run = launcher
-
-    def __call__(self, *pointers: Tensor | Described | float | None) -> None:
+    def __call__(self, *pointers: Any) -> None:
         if torch.cuda.current_device() == self._device:
             self._launch(pointers)
         else:
@@ -73,16 +65,15 @@ class Bound:
 
     def counter(self) -> Tensor:
         """Zero, for the next launch on the current stream to count with."""
-        return zero_of(self._device, self._stream(self._device))
+        return descriptors.zero_of(self._device, self._stream(self._device))
 
-    def _launch(self, pointers: tuple[Tensor | Described | float | None, ...]) -> None:
+    def _launch(self, pointers: tuple[Any, ...]) -> None:
         # CompiledKernel.run has had this signature in Triton 3.6 to 3.9: grid, stream, function, metadata, three
         # launch hooks, then every kernel argument, constexpr ones included. The JIT's own path costs 31 us a call
         # where this costs 8 (H200 host).
-        self._run(
-            self._grid, 1, 1, self._stream(self._device), self._function, self._metadata, None, None, None,
-            *pointers, *self._rest,
-        )  # fmt: skip
+        self.launcher(
+            self._grid, 1, 1, self._stream(self._device), self._function, *self._taken, *pointers, *self._rest
+        )
 
 
 def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
@@ -115,13 +106,13 @@ def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
     described = hasattr(module_of(variant), "BLOCKS")
     if variant.spec.op == "forward":
         bound = bounds[0][0]
-        return describing(bound, tensors, counts=variant.config["schedule"] == 2) if described else bound
+        return descriptors.forward(bound, tensors, counts=variant.config["schedule"] == 2) if described else bound
     if described and 0 in (tensors[0].numel(), tensors[1].numel()):
         return _clear
-    runs = [
-        (describing_some(bound, _layouts(variant, kernel, tensors)) if described else bound, _pick(variant, kernel))
-        for bound, kernel in bounds
-    ]
+    runs: list[tuple[Callable[..., None], Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = []
+    for bound, kernel in bounds:
+        run = descriptors.describing(bound, _layouts(variant, kernel, tensors)) if described else bound
+        runs.append((run, _pick(variant, kernel)))
 
     def launch_all(*arguments: Tensor | float | None) -> None:
         for run, pick in runs:
@@ -142,10 +133,10 @@ def _names(variant: Variant, kernel: str) -> list[str]:
     return [name for name in parameters if name.lower().removesuffix("_desc") in ARGUMENTS[variant.spec.op]]
 
 
-def _layouts(variant: Variant, kernel: str, tensors: tuple[Tensor, ...]) -> list[Layout | None]:
+def _layouts(variant: Variant, kernel: str, tensors: tuple[Tensor, ...]) -> list[descriptors.Layout | None]:
     """(shape, strides) of what the kernel takes as descriptors, in the order of its parameters; None for the others."""
     laid_out = dict(zip(LAID_OUT[variant.spec.op], tensors, strict=True))
-    layouts: dict[str, Layout] = {
+    layouts: dict[str, descriptors.Layout] = {
         f"{name}_desc": (list(tensor.shape), list(tensor.stride())) for name, tensor in laid_out.items()
     }
     rows = 2 * tensors[0].shape[0] * tensors[0].shape[1]

@@ -12,6 +12,17 @@ from flashgen.descriptors import Described
 from flashgen.families import Variant
 
 
+class Recorder:
+    """A bound kernel that keeps what it is launched with, by a launcher that makes its own descriptors."""
+
+    def __init__(self, taken: list[object]) -> None:
+        self.taken = taken
+        self.launcher = taken.extend
+
+    def __call__(self, *arguments: object) -> None:
+        self.taken.extend(arguments)
+
+
 def _counting() -> tuple[list[tuple[int, int]], object]:
     made: list[tuple[int, int]] = []
 
@@ -27,9 +38,9 @@ def test_a_descriptor_is_made_once_for_every_address() -> None:
     q, k = torch.zeros(2, 4), torch.zeros(2, 4)
     described = descriptors._remembering(make, [([2, 4], [4, 1]), ([2, 4], [8, 1])])  # type: ignore[arg-type]
     expected = (q.data_ptr(), 2, 4, 4, 1, k.data_ptr(), 2, 4, 8, 1)
-    assert described(q, k) == described(q, k) == expected
+    assert tuple(described(q, k)) == tuple(described(q, k)) == expected
     # One tensor in two places has two layouts.
-    assert described(k, q) == (k.data_ptr(), 2, 4, 4, 1, q.data_ptr(), 2, 4, 8, 1)
+    assert tuple(described(k, q)) == (k.data_ptr(), 2, 4, 4, 1, q.data_ptr(), 2, 4, 8, 1)
     assert made == [(0, q.data_ptr()), (1, k.data_ptr()), (0, k.data_ptr()), (1, q.data_ptr())]
 
 
@@ -54,7 +65,7 @@ def test_every_kernel_of_a_backward_gets_its_arguments(variant: Variant) -> None
     for each in launches(variant, *tensors):
         layouts = launch._layouts(variant, each.kernel, tensors)
         taken: list[object] = []
-        run = descriptors.describing_some(lambda *arguments, taken=taken: taken.extend(arguments), layouts)
+        run = descriptors.describing(Recorder(taken), layouts)
         run(*launch._pick(variant, each.kernel)(tuple(given.values())))
         parameters = getattr(launch.module_of(variant), each.kernel).params
         constants = [name for name in each.options if name.isupper()]
