@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import click
@@ -21,7 +22,7 @@ from flashgen.cli import bench, cli
 from flashgen.compare import Row
 from flashgen.families import FAMILIES
 from flashgen.hardware import KNOWN_GPUS
-from flashgen.peers import PEERS
+from flashgen.peers import OPTIONAL, PEERS
 from flashgen.spec import Problem, Spec
 
 TUNE = ("tune", "--gpu", "a100", "--head-dim", "64")
@@ -349,10 +350,28 @@ def test_bench_judges_everything_before_the_first_measurement(monkeypatch: pytes
     assert measured == []
 
 
-def test_a_peer_that_is_not_installed_says_so() -> None:
+@pytest.mark.parametrize(
+    ("name", "modules"), [("fa3", ("fa3_fwd_interface", "flash_attn_interface")), ("fa4", ("flash_attn.cute",))]
+)
+def test_a_peer_that_is_not_installed_says_so(name: str, modules: tuple[str, ...]) -> None:
+    assert name in OPTIONAL
     q = torch.zeros(1, 1, 1, 8)
     with (
-        patch.dict(sys.modules, {"fa3_fwd_interface": None, "flash_attn_interface": None}),
-        pytest.raises(RuntimeError, match="not installed: fa3_fwd_interface or flash_attn_interface"),
+        patch.dict(sys.modules, dict.fromkeys(modules)),
+        pytest.raises(RuntimeError, match=f"not installed: {' or '.join(modules)}"),
     ):
-        PEERS["fa3"](q, q, q, False)
+        PEERS[name](q, q, q, False)
+
+
+def test_a_peer_gets_the_layout_that_it_wants_and_may_return_more_than_the_output() -> None:
+    q = torch.rand(2, 3, 5, 8)
+    seen: dict[str, object] = {}
+
+    def flash_attn_func(*tensors: torch.Tensor, causal: bool) -> tuple[torch.Tensor, None]:
+        seen.update(shape=tuple(tensors[0].shape), causal=causal)
+        return tensors[0], None
+
+    with patch.dict(sys.modules, {"fa3_fwd_interface": SimpleNamespace(flash_attn_func=flash_attn_func)}):
+        o = PEERS["fa3"](q, q, q, True)()
+    assert seen == {"shape": (2, 5, 3, 8), "causal": True}
+    assert torch.equal(o, q.transpose(1, 2))
