@@ -142,7 +142,7 @@ def blocks_of(module: ModuleType, kernel: str, options: Mapping[str, int]) -> Ma
 
     A generated file has them as `BLOCKS`: by kernel where there are several, by how many heads its tiles pack.
     """
-    blocks: Mapping[object, Any] = getattr(module, "BLOCKS", {})
+    blocks: Mapping[object, Mapping[str, list[int]]] = getattr(module, "BLOCKS", {})
     return blocks.get(options.get("PACKED", kernel), {})
 
 
@@ -199,13 +199,16 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
 WHOLE, RAGGED = 128, 127
 
 
-def kernel_resources(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOLE) -> Resources:
-    """Compile one kernel as contiguous tensors would launch it, and report; the task that child processes run."""
+def kernel_resources(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOLE, group: int = 1) -> Resources:
+    """Compile one kernel as contiguous tensors would launch it, and report; the task that child processes run.
+
+    `group`: query heads that share a K/V head.
+    """
     spec = variant.spec
     aligned = all(width * spec.element_bytes % 16 == 0 for width in (spec.head_dim, spec.head_dim_v))
     (q, o), (k, v) = (
-        [torch.empty(1, 1, seq, width, device="meta") for width in (spec.head_dim, spec.head_dim_v)]
-        for seq in (WHOLE, seq_kv)
+        [torch.empty(1, heads, seq, width, device="meta") for width in (spec.head_dim, spec.head_dim_v)]
+        for heads, seq in ((group, WHOLE), (1, seq_kv))
     )
     tensors = (q, k, v, o) if spec.op == "forward" else (q, k, v, o, o, q, k, v)
     options = next(each.options for each in launches(variant, *tensors) if each.kernel == kernel)

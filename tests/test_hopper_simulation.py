@@ -214,7 +214,9 @@ SINGLE = (1, 64, 2, 2, 1, 0, 0)
         ),
         pytest.param(DRAWING, "(seq_kv - seq_q) % rows == 0 and", "", id="a diagonal across two blocks"),
         pytest.param(SINGLE, "mbarrier.wait(k_empty.index(slot), phase)", "pass", id="one consumer, k overwritten"),
-        pytest.param(SINGLE, "v_empty = barriers(STAGES, CONSUMERS)", "v_empty = barriers(STAGES, 2)", id="two counted"),
+        pytest.param(
+            SINGLE, "v_empty = barriers(STAGES, CONSUMERS)", "v_empty = barriers(STAGES, 2)", id="count of one"
+        ),
         pytest.param(AHEAD, "q_next = turn % Q_STAGES", "q_next = (turn + 1) % Q_STAGES", id="place of the next q"),
     ],
 )
@@ -233,7 +235,9 @@ def test_seeded_bugs_are_caught(numbers: tuple[int, ...], right: str, wrong: str
         pytest.param("head_index // (heads // PACKED)", "head_index // heads", id="batch element"),
         pytest.param("all_heads = batch * (heads // PACKED)", "all_heads = batch * heads", id="too many tiles"),
         pytest.param("row + ROWS + diagonal", "row + diagonal", id="keys of a consumer"),
-        pytest.param("first_row + CONSUMERS * ROWS + diagonal", "first_row + ROWS // 2 + diagonal", id="keys of a tile"),
+        pytest.param(
+            "first_row + CONSUMERS * ROWS + diagonal", "first_row + ROWS // 2 + diagonal", id="keys of a tile"
+        ),
         pytest.param("block * (CONSUMERS * ROWS)", "block * (CONSUMERS * 64)", id="first row"),
         pytest.param("(seq_kv - seq_q) % rows == 0 and", "", id="a diagonal across two blocks"),
     ],

@@ -68,9 +68,7 @@ BACKWARD_GOLDEN = (
 
 def hopper(spec: Spec, *numbers: int, resident: int = 1, pack: int = 0) -> Variant:
     """A variant of `hopper_fwd`, its other choices in their order."""
-    return Variant(
-        HOPPER_FWD, spec, Config(**dict(zip(HOPPER_FWD.choices, (*numbers, resident, pack), strict=True)))
-    )
+    return Variant(HOPPER_FWD, spec, Config(**dict(zip(HOPPER_FWD.choices, (*numbers, resident, pack), strict=True))))
 
 
 HOPPER_GOLDEN = (

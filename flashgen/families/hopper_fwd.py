@@ -25,7 +25,7 @@ CHOICES = {
     # Whether the heads that share a K/V head share tiles, each with a part of their rows: a power of two of them.
     "pack": (0, 1),
 }
-# Of a consumer thread, those for S, P and output: of 240, 160 and, with two or three blocks a multiprocessor, 232 and 136.
+# A consumer thread's for S, P and output, by consumers and resident: of 240, 160, 232 and 136.
 REGISTERS = {(2, 1): 176, (3, 1): 128, (1, 2): 176, (1, 3): 96}
 GLUON_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
@@ -66,10 +66,7 @@ def _combination_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     if config["ping_pong"] and config["consumers"] == 1:
         return "ping_pong=1 needs another consumer to take turns with"
     if (config["consumers"] == 1) != (config["resident"] > 1):
-        return (
-            f"resident={config['resident']} with consumers={config['consumers']}: one consumer needs other blocks beside "
-            "it, several fill a multiprocessor alone"
-        )
+        return f"resident={config['resident']}: one consumer needs other blocks beside it, several leave them no place"
     if config["reuse_q"] and spec.block_d != spec.block_dv:
         return f"reuse_q=1 needs an output as wide as q, but got {spec.block_dv} and {spec.block_d}"
     return None
@@ -90,7 +87,8 @@ def _shared_memory_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
         return f"needs at least {low} bytes of shared memory, {gpu.name} allows {gpu.shared_per_block}"
     resident = config["resident"]
     if resident > 1 and resident * (high + RESERVED) > gpu.shared_per_sm:
-        return f"{resident} blocks need {resident * (high + RESERVED)} bytes of {gpu.name}'s {gpu.shared_per_sm} a multiprocessor"
+        need = resident * (high + RESERVED)
+        return f"{resident} blocks need up to {need} bytes of shared memory, a multiprocessor has {gpu.shared_per_sm}"
     return None
 
 
