@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashgen.families import Variant
 from flashgen.families.family import Tile
+from flashgen.families.hopper_fwd import packed_heads
 from flashgen.hardware import Gpu
 from flashgen.queueing import round_trip
 from flashgen.resources import Resources
@@ -117,13 +118,17 @@ def _blocks(tile: Tile, problem: Problem) -> int:
 
 
 def _hand_us(variant: Variant, tile: Tile, resources: Resources, problem: Problem, gpu: Gpu) -> float:
-    """One block fills a multiprocessor; its warps overlap products, softmax and copies from one tile to the next."""
+    """`resident` blocks fill a multiprocessor; their warps overlap products, softmax and copies, tile after tile."""
     work = _pass(tile, variant.spec, resources, gpu, narrow=False)
     mean, longest = _passes(tile, variant.spec, problem)
+    resident = variant.config.get("resident", 1)
     issue = work.issue * tile.num_warps / SCHEDULERS
-    clocks = HAND_CLOCK * max((work.tensor**BLEND + issue**BLEND) ** (1 / BLEND), work.shared)
+    clocks = resident * HAND_CLOCK * max((work.tensor**BLEND + issue**BLEND) ** (1 / BLEND), work.shared)
     own = HAND_TILE + HAND_WIDTH * tile.kept + (0.0 if variant.config.get("schedule") else HAND_START)
-    per_sm = _blocks(tile, problem) / gpu.num_sms
+    if variant.config.get("pack"):
+        heads = packed_heads(variant.config, problem)
+        problem = replace(problem, heads=problem.heads // heads, seq_q=problem.seq_q * heads)
+    per_sm = _blocks(tile, problem) / gpu.num_sms / resident
     # Without a mask all tiles take as long: the last round is a whole one.
     rounds = math.ceil(per_sm) if variant.spec.causal == "none" else per_sm
     total = max(rounds * (mean * clocks + own), longest * clocks + own)

@@ -114,7 +114,7 @@ def tune(
                 forget_study(journal, name, family, request.spec)
             search = Search(
                 family, request.spec, request.gpu, trials=request.trials, seed=request.seed, journal=journal,
-                name=name, 
+                name=name, problems=request.problems,
                 first=(family.default(request.spec, request.gpu), *request.first),
             )  # fmt: skip
             rejections += search.rejections()
@@ -171,7 +171,8 @@ class _Run:
         """Compile ahead in parallel; check and time one candidate after the other."""
         ahead: deque[Variant] = deque()
         depth = 2 * self.compilers.count
-        compilations = Compilations(self.compilers, self.request.gpu, to_run=self.gpu_worker is not None)
+        groups = {each.heads // max(1, each.kv_heads) for each in self.request.problems}
+        compilations = Compilations(self.compilers, self.request.gpu, to_run=self.gpu_worker is not None, groups=groups)
         while True:
             while len(ahead) < depth and time.monotonic() < deadline:
                 config = self.search.ask()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,8 +70,8 @@ def test_every_text_is_formatted_and_clean(tmp_path: Path) -> None:
 
 def test_variants_of_one_spec_differ_in_the_config_only() -> None:
     texts = [render(hopper(Spec(), *numbers)) for numbers in ((2, 128, 2, 1, 1, 0, 0), (2, 64, 3, 0, 0, 1, 0))]
-    one, other = ([line for line in text.splitlines() if "CONFIG = {" not in line] for text in texts)
-    assert [line for line in one if line not in other] == [line for line in one if line.startswith("config: ")]
+    rest = [re.sub(r"^(config: .*|CONFIG = {.*?^})$", "", text, flags=re.MULTILINE | re.DOTALL) for text in texts]
+    assert "\nCONFIG = {" in texts[0] and texts[0] != texts[1] and rest[0] == rest[1]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.slug)
@@ -87,6 +88,11 @@ def test_default_obeys_the_rules(spec: Spec) -> None:
         ("inputs", Spec(head_dim=36, head_dim_v=36), (2, 128, 2, 1, 1, 0, 0), ["36", "16 bytes"]),
         ("combination", Spec(), (2, 128, 2, 0, 1, 0, 0), ["ahead=1", "schedule=1"]),
         ("combination", Spec(head_dim=192, head_dim_v=128), (2, 64, 2, 0, 0, 0, 1), ["reuse_q=1", "128", "256"]),
+        ("combination", Spec(), (1, 64, 2, 1, 1, 1, 0, 2), ["ping_pong=1", "another consumer"]),
+        ("combination", Spec(), (1, 64, 2, 1, 1, 0, 0, 1), ["resident=1", "one consumer"]),
+        ("combination", Spec(), (2, 128, 2, 1, 1, 0, 0, 2), ["resident=2", "one consumer"]),
+        ("registers", Spec(), (1, 64, 2, 1, 1, 0, 0, 3), ["112", "96"]),
+        ("shared memory", Spec(), (1, 128, 2, 1, 0, 0, 0, 2), ["331776", "233472"]),
         ("registers", Spec(head_dim=256, head_dim_v=256), (2, 128, 2, 1, 0, 0, 1), ["224", "176"]),
         ("shared memory", Spec(), (2, 128, 3, 1, 1, 0, 0), ["294912", "232448"]),
         ("dominated", Spec(), (2, 64, 3, 1, 0, 0, 0), ["block_kv=64", "128"]),
@@ -94,7 +100,8 @@ def test_default_obeys_the_rules(spec: Spec) -> None:
     ],
 )
 def test_refusals_have_reasons(kind: str, spec: Spec, numbers: tuple[int, ...], words: list[str]) -> None:
-    rejection = HOPPER_FWD.refuses(spec, hopper(spec, *numbers).config, H200)
+    resident = numbers[7] if len(numbers) > 7 else 1
+    rejection = HOPPER_FWD.refuses(spec, hopper(spec, *numbers[:7], resident=resident).config, H200)
     assert rejection is not None and rejection.kind == kind, rejection
     assert all(word in rejection.reason for word in words), rejection.reason
 
@@ -120,6 +127,9 @@ def test_golden_file_compiles(which: int, workers: Workers) -> None:
     used = workers.outcome(workers.submit(PATIENCE, hopper_resources, which, H200))
     low, high = HOPPER_FWD.shared_memory(golden.spec, golden.config, H200)
     assert low <= used.shared <= high <= H200.shared_per_block
+    resident, threads = golden.config["resident"], 128 * (golden.config["consumers"] + 1)
+    assert resident * (used.shared + 1024) <= H200.shared_per_sm
+    assert resident * used.registers * threads <= H200.registers_per_sm
     # Between tiles some values wait in memory: of three consumers, which have 160 registers; 24 bytes with Triton 3.9.
     newest = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
     assert used.stack <= (128 if golden.config["consumers"] == 3 else 24 if newest else 0)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rejection, Rule, Space, config_from, first_broken
-from flashgen.spec import Op, Spec
+from flashgen.spec import Op, Problem, Spec
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Family:
         by_hand: whether copies and products overlap as the template has ordered them, not as a compiler likes it; one
             that spills in the loop, serialises its products or takes P apart has undone that.
         least_seq_q: where nobody tuned and several families could serve, it comes last for shorter sequences.
+        pointless: why a config does on these problems what another does, which is reason not to try it; or None.
         derived: what else the template may name, where its structure depends on more than a spec says.
     """
 
@@ -68,6 +69,7 @@ class Family:
     aligned: bool = False
     by_hand: bool = False
     least_seq_q: int = 1
+    pointless: Callable[[Config, Sequence[Problem]], str | None] = lambda config, problems: None
     derived: Callable[[Spec], Mapping[str, object]] = lambda spec: {}
 
     def __reduce__(self) -> tuple[Callable[[str], Family], tuple[str]]:
@@ -76,9 +78,12 @@ class Family:
 
         return family_named, (self.name,)
 
-    def space(self, spec: Spec, gpu: Gpu) -> Space:
-        """Every config, split into usable and refused with a reason."""
-        return Space.of(self.choices, self.rules, spec, gpu)
+    def space(self, spec: Spec, gpu: Gpu, problems: Sequence[Problem] = ()) -> Space:
+        """Every config, split into usable and refused with a reason; with problems, pointless ones are refused."""
+        rules = self.rules
+        if problems:
+            rules = (*rules, Rule("pointless", lambda spec, config, gpu: self.pointless(config, problems)))
+        return Space.of(self.choices, rules, spec, gpu)
 
     def refuses(self, spec: Spec, config: Config, gpu: Gpu) -> Rejection | None:
         """Why this config cannot run here, or None."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flashgen.families.family import Family, Tile
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
-from flashgen.spec import Spec
+from flashgen.spec import Problem, Spec
 
 CHOICES = {
     # Warpgroups that compute, 64 rows each.
@@ -22,11 +24,13 @@ CHOICES = {
     "reuse_q": (0, 1),
     # Blocks of threads that share a multiprocessor; what one computes then hides the softmax of another.
     "resident": (1, 2, 3),
-    # Whether the heads that share a K/V head share tiles, each with a part of their rows: a power of two of them.
+    # Whether the heads that share a K/V head share tiles, where GROUPS has their number.
     "pack": (0, 1),
 }
 # A consumer thread's for S, P and output, by consumers and resident: of 240, 160, 232 and 136.
 REGISTERS = {(2, 1): 176, (3, 1): 128, (1, 2): 176, (1, 3): 96}
+# Heads that may share a tile of 64 rows a consumer.
+GROUPS = (2, 4, 8, 16, 32, 64)
 GLUON_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -123,6 +127,18 @@ def tiles(spec: Spec, config: Config) -> tuple[Tile, ...]:
     )  # fmt: skip
 
 
+def packed_heads(config: Config, problem: Problem) -> int:
+    """How many heads share a tile."""
+    group = problem.heads // max(1, problem.kv_heads)
+    return group if config["pack"] and group in GROUPS else 1
+
+
+def _pointless(config: Config, problems: Sequence[Problem]) -> str | None:
+    if config["pack"] and all(packed_heads(config, problem) == 1 for problem in problems):
+        return f"pack=1 needs K/V heads that {', '.join(map(str, GROUPS))} heads share: it does what pack=0 does"
+    return None
+
+
 def default(spec: Spec, gpu: Gpu) -> Config:
     """What was best on an H200 for narrow, medium and wide heads, as far as shared memory goes."""
     causal = int(spec.causal != "none")
@@ -158,5 +174,6 @@ HOPPER_FWD = Family(
     aligned=True,
     by_hand=True,
     least_seq_q=256,
+    pointless=_pointless,
     derived=lambda spec: {"gluon_dtype": GLUON_DTYPES[spec.dtype]},
 )
