@@ -70,16 +70,19 @@ def launch_of(variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> Callable[[],
     return lambda: bound(q, k, v, o, lse, variant.spec.head_dim**-0.5)
 
 
+def portable(spec: Spec, problem: Problem) -> Variant:
+    return select(spec, problem, current_gpu(), "triton_fwd").variant
+
+
 def peers(spec: Spec, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
     """triton_fwd, cuDNN where it has this mask, and FlashAttention-3 where it is installed; those that run."""
     causal = spec.causal != "none"
-    portable = select(spec, problem, current_gpu(), "triton_fwd").variant
 
     def cudnn() -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
-    calls: dict[str, Callable[[], object]] = {"triton_fwd": launch_of(portable, q, k, v)}
+    calls: dict[str, Callable[[], object]] = {"triton_fwd": launch_of(portable(spec, problem), q, k, v)}
     if not causal or q.shape[2] == k.shape[2]:
         calls["cudnn"] = cudnn
     try:
@@ -126,7 +129,7 @@ def compiled(variants: Iterable[Variant], group: int, gpu: Gpu, workers: Workers
     futures = {
         variant: [
             workers.submit(COMPILE_S, kernel_resources, variant, gpu, "kernel", seq_kv, heads)
-            for seq_kv, heads in itertools.product((WHOLE, RAGGED), groups if variant.config["pack"] else (1,))
+            for seq_kv, heads in itertools.product((WHOLE, RAGGED), groups if variant.config.get("pack") else (1,))
         ]
         for variant in dict.fromkeys(variants)
     }
@@ -165,6 +168,10 @@ def run(
     return results
 
 
+def label(spec: Spec) -> str:
+    return f"d{spec.head_dim}" if spec.causal == "none" else f"d{spec.head_dim} causal"
+
+
 def line(what: str, name: str, us: Measurement, base: Measurement, tflops: float) -> str:
     ratio = base.median_us / us.median_us
     return f"{what:22}{name:20}{us.median_us:8.1f} +-{us.spread_us:5.1f} us {tflops / us.median_us:5.0f} {ratio:6.3f}"
@@ -174,13 +181,13 @@ def print_short(spec: Spec, problem: Problem, times: Times, tuned: str) -> None:
     """The tuned config, the peers and the fastest of one consumer; the last column is the speed-up over the tuned."""
     ours = sorted((name for name in times if "-" in name and name != tuned), key=lambda name: times[name].median_us)
     for name in (tuned, *(each for each in PEERS if each in times), *ours[:FINALISTS]):
-        what = f"{spec.slug} {problem.seq_kv}"
+        what = f"{label(spec)} {problem.seq_kv}"
         print(line(what, name, times[name], times[tuned], flops(spec, problem) / 1e6))
 
 
 def print_packed(spec: Spec, problem: Problem, times: Times, pairs: Mapping[str, str]) -> None:
     """The last column is the speed-up of a packed config over the same one unpacked; of others, over the first line."""
-    what, total = f"{spec.slug} {problem.seq_q}x{problem.seq_kv}", flops(spec, problem) / 1e6
+    what, total = f"{label(spec)} {problem.seq_q}x{problem.seq_kv}", flops(spec, problem) / 1e6
     first = next(iter(times))
     for name, us in times.items():
         print(line(what, name, us, times[pairs.get(name, first)], total))
@@ -218,7 +225,9 @@ def main() -> None:
     short = {spec: single(spec, gpu) for spec in specs}
     packed = {spec: pack_both(spec, gpu) for spec in specs if spec.head_dim == 128}
     with Workers(len(os.sched_getaffinity(0))) as workers:
-        everything = (each for spec in specs for each in (*tuned[spec].values(), *short[spec], *packed.get(spec, ())))
+        everything = [each for spec in specs for each in (*tuned[spec].values(), *short[spec], *packed.get(spec, ()))]
+        everything += [portable(spec, problem) for spec in specs for problem in tuned[spec]]
+        everything += [portable(spec, grouped_problem(seq)) for spec in packed for seq in PACKED_LENGTHS]
         good = set(compiled(everything, GROUP, gpu, workers))
     print(f"{len(good)} variants compiled after {time.monotonic() - started:.0f} s", flush=True)
     results: dict[str, dict[str, float]] = {}
