@@ -10,23 +10,26 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from gluon_simulator import load_text
 from rendered import assert_formatted_and_clean, assert_golden
 from variants import HOPPER_FWD, HOPPER_GOLDEN, hopper, hopper_resources, variant
 
 from flashgen import store
-from flashgen.compile import kernel_resources, load_module
+from flashgen.compile import kernel_resources, launches, load_module
 from flashgen.export import write
 from flashgen.families import Variant
+from flashgen.families.hopper_fwd import packed_heads
 from flashgen.gate import judge
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.model import predict_us
 from flashgen.render import render
 from flashgen.resources import Resources
-from flashgen.spec import TORCH_DTYPES, Causal, DType, Spec
+from flashgen.spec import TORCH_DTYPES, Causal, DType, Problem, Spec
 from flashgen.workers import Workers
 
 H200 = Gpu.named("h200")
@@ -112,6 +115,39 @@ def test_other_architectures_are_refused() -> None:
         rejection = HOPPER_FWD.refuses(spec, HOPPER_FWD.default(spec, gpu), gpu)
         assert (rejection is None) == (gpu.sm == 90), gpu.name
         assert rejection is None or "written for sm_90" in rejection.reason
+
+
+# Three heads fit no tile of 64 rows evenly.
+@pytest.mark.parametrize(("group", "packed"), [(1, 1), (2, 2), (3, 1), (4, 4), (64, 64), (128, 1)])
+def test_heads_share_tiles_where_their_number_fits(group: int, packed: int) -> None:
+    q, k = torch.empty(2, 3 * group, 100, 128, device="meta"), torch.empty(2, 3, 500, 128, device="meta")
+    problem = Problem(2, 3 * group, 3, 100, 500)
+    for numbers, resident in (((1, 64, 2, 0, 0, 0, 0), 2), ((2, 128, 2, 0, 0, 1, 0), 1)):
+        variant = hopper(Spec(), *numbers, resident=resident, pack=1)
+        (each,) = launches(variant, q, k, k, q)
+        assert each.options["PACKED"] == packed_heads(variant.config, problem) == packed
+        assert each.options.get("maxnreg") == (128 if resident == 2 else None)
+        assert each.grid[0] == 2 * 3 * (group // packed) * -(-100 // (64 * numbers[0] // packed))
+        (unpacked,) = launches(hopper(Spec(), *numbers, resident=resident), q, k, k, q)
+        assert unpacked.options["PACKED"] == 1 and each.grid[0] <= unpacked.grid[0]
+
+
+@pytest.mark.parametrize(("consumers", "resident", "schedule"), [(2, 1, 2), (1, 2, 1), (1, 3, 2), (1, 2, 0)])
+def test_blocks_stay_as_many_as_a_multiprocessor_holds(consumers: int, resident: int, schedule: int) -> None:
+    variant = hopper(Spec(head_dim=64, head_dim_v=64), consumers, 64, 2, schedule, 0, 0, 0, resident=resident)
+    q = SimpleNamespace(shape=(8, 16, 2048, 64), is_cuda=True, device=0)
+    (programs, _, _), _, _ = load_text(render(variant), 132).plan(q, q, q, q)
+    assert programs == (132 * resident if schedule else 8 * 16 * 2048 // (64 * consumers))
+
+
+def test_packing_is_pointless_without_groups() -> None:
+    problems = [Problem(1, 16, 16, 512, 512), Problem(1, 24, 8, 512, 512)]
+    some = HOPPER_FWD.space(Spec(), H200, problems)
+    assert 2 * len(some.usable) == len(HOPPER_FWD.space(Spec(), H200).usable)
+    assert not any(config["pack"] for config in some.usable)
+    assert any(refused.kind == "pointless" and "pack=1" in refused.reason for _, refused in some.rejected)
+    grouped = HOPPER_FWD.space(Spec(), H200, [*problems, Problem(1, 32, 8, 512, 512)])
+    assert grouped == HOPPER_FWD.space(Spec(), H200)
 
 
 @pytest.fixture(scope="module")
