@@ -219,8 +219,7 @@ class _Run:
             progress.refused[result.kind] += 1
         else:
             self.candidates.append(result)
-            last = len(self.request.problems) - 1
-            if progress.best is None or result.us(last) < progress.best.us(last):
+            if progress.best is None or result.us(-1) < progress.best.us(-1):
                 progress.best = result
         self.observe(progress)
 
