@@ -18,7 +18,7 @@ from flashgen.families import Family
 from flashgen.hardware import Gpu
 from flashgen.paths import user_dir
 from flashgen.space import Config, Rejection
-from flashgen.spec import Problem, Spec
+from flashgen.spec import Spec
 
 # Duplicates in a row after which the sampler is taken to have converged; the rest is drawn at random.
 _PATIENCE = 50
@@ -61,9 +61,8 @@ class Search:
         journal: Path | None = None,
         name: str = "",
         first: Sequence[Config] = (),
-        problems: Sequence[Problem] = (),
     ) -> None:
-        self.space = family.space(spec, gpu, problems)
+        self.space = family.space(spec, gpu)
         self._choices = family.choices
         self._random = random.Random(seed)
         self._usable = set(self.space.usable)

@@ -113,8 +113,8 @@ def tune(
             if not request.resume:
                 forget_study(journal, name, family, request.spec)
             search = Search(
-                family, request.spec, request.gpu, trials=request.trials, seed=request.seed, journal=journal,
-                name=name, problems=request.problems,
+                family.worth_trying(request.problems), request.spec, request.gpu, trials=request.trials,
+                seed=request.seed, journal=journal, name=name,
                 first=(family.default(request.spec, request.gpu), *request.first),
             )  # fmt: skip
             rejections += search.rejections()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashgen.hardware import Gpu
@@ -78,12 +78,14 @@ class Family:
 
         return family_named, (self.name,)
 
-    def space(self, spec: Spec, gpu: Gpu, problems: Sequence[Problem] = ()) -> Space:
-        """Every config, split into usable and refused with a reason; with problems, pointless ones are refused."""
-        rules = self.rules
-        if problems:
-            rules = (*rules, Rule("pointless", lambda spec, config, gpu: self.pointless(config, problems)))
-        return Space.of(self.choices, rules, spec, gpu)
+    def space(self, spec: Spec, gpu: Gpu) -> Space:
+        """Every config, split into usable and refused with a reason."""
+        return Space.of(self.choices, self.rules, spec, gpu)
+
+    def worth_trying(self, problems: Sequence[Problem]) -> Family:
+        """The same family, which also refuses what is pointless on these problems: for a search."""
+        rule = Rule("pointless", lambda spec, config, gpu: self.pointless(config, problems))
+        return replace(self, rules=(*self.rules, rule))
 
     def refuses(self, spec: Spec, config: Config, gpu: Gpu) -> Rejection | None:
         """Why this config cannot run here, or None."""
