@@ -27,7 +27,7 @@ CHOICES = {
     # Whether the heads that share a K/V head share tiles, where GROUPS has their number.
     "pack": (0, 1),
 }
-# A consumer thread's that S, P and output may take, by consumers and resident blocks: of 240, 160, 232 and 136.
+# A consumer thread's that S, P and output may take, by consumers and resident blocks: of 240, 160, 224 and 128.
 REGISTERS = {(2, 1): 176, (3, 1): 128, (1, 2): 176, (1, 3): 96}
 # Heads that may share a tile of 64 rows a consumer.
 GROUPS = (2, 4, 8, 16, 32, 64)
