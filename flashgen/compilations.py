@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
 from concurrent.futures import Future
 
 from flashgen.compile import RAGGED, WHOLE, kernel_resources
@@ -16,26 +18,30 @@ COMPILE_TIMEOUT_S = 180.0
 class Compilations:
     """What several candidates share is compiled once.
 
-    A family scheduled by hand has a second kernel for ragged lengths. Whoever runs candidates, on lengths of all kinds,
-    has it compiled beside the first: the one process at the GPU finds it in Triton's cache.
+    A family scheduled by hand has a second kernel for ragged lengths, and more where it packs the heads of a group.
+    Whoever runs candidates, on lengths of all kinds and on `groups` of so many heads, has them compiled beside the
+    first: the one process at the GPU finds them in Triton's cache.
     """
 
-    def __init__(self, compilers: Workers, gpu: Gpu, *, to_run: bool) -> None:
+    def __init__(self, compilers: Workers, gpu: Gpu, *, to_run: bool, groups: Collection[int] = ()) -> None:
         self._compilers = compilers
         self._gpu = gpu
         self._to_run = to_run
+        self._groups = sorted({1, *groups})
         self._futures: dict[tuple[object, ...], Future[Resources]] = {}
 
     def start(self, variant: Variant) -> list[Future[Resources]]:
         """Submit what nobody did yet; the futures of all kernels, in the family's order, ragged ones last."""
-        lengths = (WHOLE, RAGGED) if self._to_run and variant.family.by_hand else (WHOLE,)
+        runs = self._to_run and variant.family.by_hand
+        lengths = (WHOLE, RAGGED) if runs else (WHOLE,)
+        groups = self._groups if runs and variant.config.get("pack") else (1,)
         futures = []
-        for seq_kv in lengths:
+        for group, seq_kv in itertools.product(groups, lengths):
             for kernel, choices in variant.family.kernels.items():
-                key = (kernel, seq_kv, *(variant.config[name] for name in choices))
+                key = (kernel, group, seq_kv, *(variant.config[name] for name in choices))
                 if key not in self._futures:
                     self._futures[key] = self._compilers.submit(
-                        COMPILE_TIMEOUT_S, kernel_resources, variant, self._gpu, kernel, seq_kv
+                        COMPILE_TIMEOUT_S, kernel_resources, variant, self._gpu, kernel, seq_kv, group
                     )
                 futures.append(self._futures[key])
         return futures

@@ -128,22 +128,22 @@ def compile_kernel(
     target = GPUTarget("cuda", gpu.sm, 32) if gpu.backend == "cuda" else GPUTarget("hip", gpu.arch, 64)
     options = kernel_options(variant.config) if options is None else options
     module = module_of(variant)
-    blocks = blocks_of(module, kernel)
+    blocks = blocks_of(module, kernel, options)
     if blocks:
         source = _gluon_source(getattr(module, kernel), blocks, variant.spec, options)
     else:
         source = _source(getattr(module, kernel), variant.spec, options, aligned=aligned)
-    launch = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+    launch = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg") if name in options}
     return triton.compile(source, target=target, options={**launch, "enable_fp_fusion": True})
 
 
-def blocks_of(module: ModuleType, kernel: str) -> Mapping[str, list[int]]:
+def blocks_of(module: ModuleType, kernel: str, options: Mapping[str, int]) -> Mapping[str, list[int]]:
     """The shapes that a kernel's descriptors copy, by parameter; none for a kernel that takes pointers.
 
-    A generated file has them as `BLOCKS`, by kernel where there are several.
+    A generated file has them as `BLOCKS`: by kernel where there are several, by how many heads its tiles pack.
     """
-    blocks: Mapping[str, Any] = getattr(module, "BLOCKS", {})
-    return blocks if kernel == "kernel" else blocks.get(kernel, {})
+    blocks: Mapping[object, Mapping[str, list[int]]] = getattr(module, "BLOCKS", {})
+    return blocks.get(options.get("PACKED", kernel), {})
 
 
 def _gluon_source(kernel: Any, blocks: Mapping[str, list[int]], spec: Spec, options: Mapping[str, int]) -> Any:
@@ -199,13 +199,16 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
 WHOLE, RAGGED = 128, 127
 
 
-def kernel_resources(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOLE) -> Resources:
-    """Compile one kernel as contiguous tensors would launch it, and report; the task that child processes run."""
+def kernel_resources(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOLE, group: int = 1) -> Resources:
+    """Compile one kernel as contiguous tensors would launch it, and report; the task that child processes run.
+
+    `group`: query heads that share a K/V head.
+    """
     spec = variant.spec
     aligned = all(width * spec.element_bytes % 16 == 0 for width in (spec.head_dim, spec.head_dim_v))
     (q, o), (k, v) = (
-        [torch.empty(1, 1, seq, width, device="meta") for width in (spec.head_dim, spec.head_dim_v)]
-        for seq in (WHOLE, seq_kv)
+        [torch.empty(1, heads, seq, width, device="meta") for width in (spec.head_dim, spec.head_dim_v)]
+        for heads, seq in ((group, WHOLE), (1, seq_kv))
     )
     tensors = (q, k, v, o) if spec.op == "forward" else (q, k, v, o, o, q, k, v)
     options = next(each.options for each in launches(variant, *tensors) if each.kernel == kernel)

@@ -65,8 +65,8 @@ def predict_us(variant: Variant, resources: Sequence[Resources], problem: Proble
     Every multiprocessor works on as many blocks as fit. Their warps queue for its tensor cores and schedulers; shared
     memory, copies in flight and DRAM are bounds beside that. On an H200 the estimate misses by 7 % (standard
     deviation of the logarithm), and the candidate it ranks first is 2 % slower than the best, 9 % at worst, also for
-    head dims and masks that had no part in the fit. No other GPU and no backward had a part in it. Families scheduled
-    by hand have constants of their own, read off the times of their winners.
+    head dims and masks that had no part in the fit, as no other GPU and no backward had. Families scheduled by hand
+    have constants of their own.
 
     Args:
         resources: what each of the family's kernels compiled to, in their order.
@@ -110,24 +110,24 @@ def _loop_us(tile: Tile, spec: Spec, resources: Resources, problem: Problem, gpu
     return clocks / (gpu.clock_ghz * 1e3)
 
 
-def _blocks(tile: Tile, problem: Problem) -> int:
-    """How many blocks a call has, at least one."""
+def _blocks(tile: Tile, problem: Problem, pack: int = 0) -> int:
+    """How many blocks a call has, at least one; with `pack`, heads that share a K/V head share them."""
     length, heads = (problem.seq_q, problem.heads) if tile.stays == "q" else (problem.seq_kv, problem.kv_heads)
-    return max(1, math.ceil(length / tile.block) * problem.batch * heads)
+    packed = heads // max(1, problem.kv_heads) if pack else 1
+    return max(1, math.ceil(length * packed / tile.block) * problem.batch * (heads // max(1, packed)))
 
 
 def _hand_us(variant: Variant, tile: Tile, resources: Resources, problem: Problem, gpu: Gpu) -> float:
-    """One block fills a multiprocessor; its warps overlap products, softmax and copies from one tile to the next."""
+    """`resident` blocks fill a multiprocessor; their warps overlap products, softmax and copies, tile after tile."""
     work = _pass(tile, variant.spec, resources, gpu, narrow=False)
     mean, longest = _passes(tile, variant.spec, problem)
-    issue = work.issue * tile.num_warps / SCHEDULERS
-    clocks = HAND_CLOCK * max((work.tensor**BLEND + issue**BLEND) ** (1 / BLEND), work.shared)
+    issue, resident = work.issue * tile.num_warps / SCHEDULERS, variant.config.get("resident", 1)
+    clocks = resident * HAND_CLOCK * max((work.tensor**BLEND + issue**BLEND) ** (1 / BLEND), work.shared)
     own = HAND_TILE + HAND_WIDTH * tile.kept + (0.0 if variant.config.get("schedule") else HAND_START)
-    per_sm = _blocks(tile, problem) / gpu.num_sms
+    per_sm = _blocks(tile, problem, variant.config.get("pack", 0)) / gpu.num_sms / resident
     # Without a mask all tiles take as long: the last round is a whole one.
     rounds = math.ceil(per_sm) if variant.spec.causal == "none" else per_sm
-    total = max(rounds * (mean * clocks + own), longest * clocks + own)
-    return float(total / (gpu.clock_ghz * 1e3))
+    return float(max(rounds * (mean * clocks + own), longest * clocks + own) / (gpu.clock_ghz * 1e3))
 
 
 def blocks_per_sm(tile: Tile, resources: Resources, gpu: Gpu) -> int:

@@ -113,8 +113,8 @@ def tune(
             if not request.resume:
                 forget_study(journal, name, family, request.spec)
             search = Search(
-                family, request.spec, request.gpu, trials=request.trials, seed=request.seed, journal=journal,
-                name=name, 
+                family.worth_trying(request.problems), request.spec, request.gpu, trials=request.trials,
+                seed=request.seed, journal=journal, name=name,
                 first=(family.default(request.spec, request.gpu), *request.first),
             )  # fmt: skip
             rejections += search.rejections()
@@ -171,7 +171,8 @@ class _Run:
         """Compile ahead in parallel; check and time one candidate after the other."""
         ahead: deque[Variant] = deque()
         depth = 2 * self.compilers.count
-        compilations = Compilations(self.compilers, self.request.gpu, to_run=self.gpu_worker is not None)
+        groups = {each.heads // max(1, each.kv_heads) for each in self.request.problems}
+        compilations = Compilations(self.compilers, self.request.gpu, to_run=self.gpu_worker is not None, groups=groups)
         while True:
             while len(ahead) < depth and time.monotonic() < deadline:
                 config = self.search.ask()
@@ -218,8 +219,7 @@ class _Run:
             progress.refused[result.kind] += 1
         else:
             self.candidates.append(result)
-            last = len(self.request.problems) - 1
-            if progress.best is None or result.us(last) < progress.best.us(last):
+            if progress.best is None or result.us(-1) < progress.best.us(-1):
                 progress.best = result
         self.observe(progress)
 

@@ -153,7 +153,7 @@ class Descriptor:
 
     def __init__(self, name: str, array: np.ndarray, block: list[int]) -> None:
         self.name, self.array, self.block = name, array, block
-        self.block_type = SimpleNamespace(nbytes=2 * int(np.prod(block)))
+        self.block_type = SimpleNamespace(nbytes=2 * int(np.prod(block)), shape=block)
         self.writes = np.zeros(array.shape[:3], int)
 
 
@@ -393,9 +393,9 @@ def _copy_in(source: Descriptor, start: list[int], barrier: Barrier, slot: Slot)
     slot.data = np.full(slot.data.shape, np.nan, np.float32)
 
     def land() -> None:
-        block = np.zeros(source.block[-2:], np.float32)
-        rows = source.array[(*outer, slice(row, row + block.shape[0]), slice(column, column + block.shape[1]))]
-        block[: rows.shape[0], : rows.shape[1]] = rows
+        block = np.zeros(source.block, np.float32)
+        part = source.array[tuple(slice(place, place + size) for place, size in zip(start, source.block, strict=True))]
+        block[tuple(slice(size) for size in part.shape)] = part
         slot.data, slot.copies_in, slot.holds = block.reshape(slot.data.shape), 0, source.name
         barrier.change(expected=-source.block_type.nbytes)
 
@@ -406,15 +406,16 @@ def _copy_out(target: Descriptor, start: list[int], slot: Slot) -> None:
     _pause("copy out")
     if slot.holds != "registers" or not slot.fenced:
         raise Fault(f"copy out of {slot.name}, which holds {slot.holds}, fenced: {slot.fenced}")
-    batch, head, row, _ = start
+    batch, *rest, _ = start
     warp = Program.current.warp()
     slot.copies_out += 1
     warp.copies_out += 1
 
     def leave() -> None:
-        rows = target.array[batch, head, row : row + target.block[2]]
-        rows[...] = slot.data.reshape(target.block[2:])[: rows.shape[0], : rows.shape[1]]
-        target.writes[batch, head, row : row + target.block[2]] += 1
+        where = (batch, *(slice(place, place + size) for place, size in zip(rest, target.block[1:3], strict=True)))
+        part = target.array[where]
+        part[...] = slot.data.reshape(target.block)[0][tuple(slice(size) for size in part.shape)]
+        target.writes[where] += 1
         slot.copies_out -= 1
         warp.copies_out -= 1
 
@@ -595,12 +596,15 @@ def simulate(
     arrays = (q, k, v, o)
     shapes = (SimpleNamespace(shape=array.shape, is_cuda=True, device=0) for array in arrays)
     (programs, _, _), sizes, options = kernel.plan(*shapes)
-    tiles = q.shape[0] * q.shape[1] * -(-q.shape[2] // int(kernel.BLOCK_Q))
+    blocks = kernel.BLOCKS[options["PACKED"]]
+    _, packed, rows, _ = blocks["q_desc"]
+    tiles = q.shape[0] * (q.shape[1] // packed) * -(-q.shape[2] // (rows * int(kernel.CONSUMERS)))
     counter = _deal(programs, tiles, chance) if kernel.SCHEDULE == 2 else Counter([], 0)
-    descriptors = [Descriptor(*named) for named in zip(kernel.BLOCKS, arrays, kernel.BLOCKS.values(), strict=True)]
+    descriptors = [Descriptor(*named) for named in zip(blocks, arrays, blocks.values(), strict=True)]
     for index in range(programs):
         Program.current = Program(index, programs, chance, skips=skips)
-        numbers = (np.float32(scale), *(Int32(size) for size in sizes), Int32(options["STRAIGHT"]))
+        constants = (Int32(options["STRAIGHT"]), Int32(packed))
+        numbers = (np.float32(scale), *(Int32(size) for size in sizes), *constants)
         kernel.kernel(*descriptors, Pointer(lse.reshape(-1)), counter, *numbers)
     if any(counter.draws):
         raise Fault(f"tiles are left: {counter.draws}")

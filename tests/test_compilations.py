@@ -86,3 +86,14 @@ def test_ragged_lengths_are_compiled_for_who_runs_them(
     compilations = Compilations(workers, Gpu.named("h200"), to_run=to_run)
     assert compilations.outcome(hopper(Spec(), 2, 128, 2, 1, 1, 0, 0)) == (tune_tasks.FITS,)
     assert len(log.read_text().splitlines()) == 1 + to_run
+
+
+def test_kernels_for_groups_of_heads_are_compiled_for_who_runs_them(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setattr(module, "kernel_resources", partial(tune_tasks.compile_and_note, log, 0.0))
+    compilations = Compilations(workers, Gpu.named("h200"), to_run=True, groups={1, 4})
+    for pack, compiled in ((0, 2), (1, 2 + 4)):
+        assert compilations.outcome(hopper(Spec(), 2, 128, 2, 1, 1, 0, 0, pack=pack)) == (tune_tasks.FITS,)
+        assert len(log.read_text().splitlines()) == compiled

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from gluon_simulator import load_text
 from rendered import assert_formatted_and_clean, assert_golden
 from variants import HOPPER_FWD, HOPPER_GOLDEN, hopper, hopper_resources, variant
 
 from flashgen import store
-from flashgen.compile import kernel_resources, load_module
+from flashgen.compile import kernel_resources, launches, load_module
 from flashgen.export import write
 from flashgen.families import Variant
+from flashgen.families.hopper_fwd import packed_heads
 from flashgen.gate import judge
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.model import predict_us
 from flashgen.render import render
 from flashgen.resources import Resources
-from flashgen.spec import TORCH_DTYPES, Causal, DType, Spec
+from flashgen.spec import TORCH_DTYPES, Causal, DType, Problem, Spec
 from flashgen.workers import Workers
 
 H200 = Gpu.named("h200")
@@ -69,8 +73,8 @@ def test_every_text_is_formatted_and_clean(tmp_path: Path) -> None:
 
 def test_variants_of_one_spec_differ_in_the_config_only() -> None:
     texts = [render(hopper(Spec(), *numbers)) for numbers in ((2, 128, 2, 1, 1, 0, 0), (2, 64, 3, 0, 0, 1, 0))]
-    one, other = ([line for line in text.splitlines() if "CONFIG = {" not in line] for text in texts)
-    assert [line for line in one if line not in other] == [line for line in one if line.startswith("config: ")]
+    rest = [re.sub(r"^(config: .*|CONFIG = {.*?^})$", "", text, flags=re.MULTILINE | re.DOTALL) for text in texts]
+    assert "\nCONFIG = {" in texts[0] and texts[0] != texts[1] and rest[0] == rest[1]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.slug)
@@ -87,6 +91,11 @@ def test_default_obeys_the_rules(spec: Spec) -> None:
         ("inputs", Spec(head_dim=36, head_dim_v=36), (2, 128, 2, 1, 1, 0, 0), ["36", "16 bytes"]),
         ("combination", Spec(), (2, 128, 2, 0, 1, 0, 0), ["ahead=1", "schedule=1"]),
         ("combination", Spec(head_dim=192, head_dim_v=128), (2, 64, 2, 0, 0, 0, 1), ["reuse_q=1", "128", "256"]),
+        ("combination", Spec(), (1, 64, 2, 1, 1, 1, 0, 2), ["ping_pong=1", "another consumer"]),
+        ("combination", Spec(), (1, 64, 2, 1, 1, 0, 0, 1), ["resident=1", "one consumer"]),
+        ("combination", Spec(), (2, 128, 2, 1, 1, 0, 0, 2), ["resident=2", "one consumer"]),
+        ("registers", Spec(), (1, 64, 2, 1, 1, 0, 0, 3), ["112", "96"]),
+        ("shared memory", Spec(), (1, 128, 2, 1, 0, 0, 0, 2), ["331776", "233472"]),
         ("registers", Spec(head_dim=256, head_dim_v=256), (2, 128, 2, 1, 0, 0, 1), ["224", "176"]),
         ("shared memory", Spec(), (2, 128, 3, 1, 1, 0, 0), ["294912", "232448"]),
         ("dominated", Spec(), (2, 64, 3, 1, 0, 0, 0), ["block_kv=64", "128"]),
@@ -94,7 +103,8 @@ def test_default_obeys_the_rules(spec: Spec) -> None:
     ],
 )
 def test_refusals_have_reasons(kind: str, spec: Spec, numbers: tuple[int, ...], words: list[str]) -> None:
-    rejection = HOPPER_FWD.refuses(spec, hopper(spec, *numbers).config, H200)
+    resident = numbers[7] if len(numbers) > 7 else 1
+    rejection = HOPPER_FWD.refuses(spec, hopper(spec, *numbers[:7], resident=resident).config, H200)
     assert rejection is not None and rejection.kind == kind, rejection
     assert all(word in rejection.reason for word in words), rejection.reason
 
@@ -105,6 +115,39 @@ def test_other_architectures_are_refused() -> None:
         rejection = HOPPER_FWD.refuses(spec, HOPPER_FWD.default(spec, gpu), gpu)
         assert (rejection is None) == (gpu.sm == 90), gpu.name
         assert rejection is None or "written for sm_90" in rejection.reason
+
+
+# Three heads fit no tile of 64 rows evenly.
+@pytest.mark.parametrize(("group", "packed"), [(1, 1), (2, 2), (3, 1), (4, 4), (64, 64), (128, 1)])
+def test_heads_share_tiles_where_their_number_fits(group: int, packed: int) -> None:
+    q, k = torch.empty(2, 3 * group, 100, 128, device="meta"), torch.empty(2, 3, 500, 128, device="meta")
+    problem = Problem(2, 3 * group, 3, 100, 500)
+    for numbers, resident in (((1, 64, 2, 0, 0, 0, 0), 2), ((2, 128, 2, 0, 0, 1, 0), 1)):
+        variant = hopper(Spec(), *numbers, resident=resident, pack=1)
+        (each,) = launches(variant, q, k, k, q)
+        assert each.options["PACKED"] == packed_heads(variant.config, problem) == packed
+        assert each.options.get("maxnreg") == (128 if resident == 2 else None)
+        assert each.grid[0] == 2 * 3 * (group // packed) * -(-100 // (64 * numbers[0] // packed))
+        (unpacked,) = launches(hopper(Spec(), *numbers, resident=resident), q, k, k, q)
+        assert unpacked.options["PACKED"] == 1 and each.grid[0] <= unpacked.grid[0]
+
+
+@pytest.mark.parametrize(("consumers", "resident", "schedule"), [(2, 1, 2), (1, 2, 1), (1, 3, 2), (1, 2, 0)])
+def test_blocks_stay_as_many_as_a_multiprocessor_holds(consumers: int, resident: int, schedule: int) -> None:
+    variant = hopper(Spec(head_dim=64, head_dim_v=64), consumers, 64, 2, schedule, 0, 0, 0, resident=resident)
+    q = SimpleNamespace(shape=(8, 16, 2048, 64), is_cuda=True, device=0)
+    (programs, _, _), _, _ = load_text(render(variant), 132).plan(q, q, q, q)
+    assert programs == (132 * resident if schedule else 8 * 16 * 2048 // (64 * consumers))
+
+
+def test_packing_is_pointless_without_groups() -> None:
+    problems = [Problem(1, 16, 16, 512, 512), Problem(1, 24, 8, 512, 512)]
+    some = HOPPER_FWD.worth_trying(problems).space(Spec(), H200)
+    assert 2 * len(some.usable) == len(HOPPER_FWD.space(Spec(), H200).usable)
+    assert not any(config["pack"] for config in some.usable)
+    assert any(refused.kind == "pointless" and "pack=1" in refused.reason for _, refused in some.rejected)
+    grouped = HOPPER_FWD.worth_trying([*problems, Problem(1, 32, 8, 512, 512)])
+    assert grouped.space(Spec(), H200) == HOPPER_FWD.space(Spec(), H200)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +163,9 @@ def test_golden_file_compiles(which: int, workers: Workers) -> None:
     used = workers.outcome(workers.submit(PATIENCE, hopper_resources, which, H200))
     low, high = HOPPER_FWD.shared_memory(golden.spec, golden.config, H200)
     assert low <= used.shared <= high <= H200.shared_per_block
+    resident, threads = golden.config["resident"], 128 * (golden.config["consumers"] + 1)
+    assert resident * (used.shared + 1024) <= H200.shared_per_sm
+    assert resident * used.registers * threads <= H200.registers_per_sm
     # Between tiles some values wait in memory: of three consumers, which have 160 registers; 24 bytes with Triton 3.9.
     newest = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
     assert used.stack <= (128 if golden.config["consumers"] == 3 else 24 if newest else 0)

@@ -16,7 +16,8 @@ from flashgen.families.hopper_fwd import _combination_broken
 from flashgen.hardware import Gpu
 from flashgen.reference import plain_attention
 from flashgen.render import render
-from flashgen.spec import Causal, Spec
+from flashgen.space import Config
+from flashgen.spec import Causal, Problem, Spec
 
 H200 = Gpu.named("h200")
 CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
@@ -25,15 +26,16 @@ LAUNCHES = 5
 BUG_LAUNCHES = 40
 
 
-def _variant(causal: Causal, *numbers: int) -> Variant:
+def _variant(causal: Causal, *numbers: int, pack: int = 0) -> Variant:
     """Narrow heads, which are fast to multiply, and padded ones where the config takes them."""
-    return hopper(Spec("forward", 16, 16 if numbers[-1] else 8, "bf16", causal), *numbers)
+    spec = Spec("forward", 16, 16 if numbers[-1] else 8, "bf16", causal)
+    return hopper(spec, *numbers, resident=2 if numbers[0] == 1 else 1, pack=pack)
 
 
 # Every legal combination of all but block_kv.
 NUMBERS = [
     numbers
-    for numbers in itertools.product((2, 3), (64,), (2, 3), (0, 1, 2), (0, 1), (0, 1), (0, 1))
+    for numbers in itertools.product((1, 2, 3), (64,), (2, 3), (0, 1, 2), (0, 1), (0, 1), (0, 1))
     if _combination_broken(Spec(head_dim=16, head_dim_v=16), _variant("none", *numbers).config, H200) is None
 ]
 
@@ -45,16 +47,23 @@ def _length(chance: random.Random, block: int) -> int:
     return chance.randint(1, chance.choice((1, 2, 4)) * block)
 
 
-def _wrong(variant: Variant, text: str, chance: random.Random) -> str | None:
-    """What is wrong with one launch on random sizes in a random interleaving, or None."""
-    spec, config = variant.spec, variant.config
-    seq_q, seq_kv = _length(chance, 64 * config["consumers"]), _length(chance, config["block_kv"])
+def _sizes(config: Config, chance: random.Random) -> Problem:
+    """Random ones, a few tiles."""
+    group = chance.choice((1, 2, 4, 8, 3)) if config["pack"] else chance.randint(1, 3)
+    rows = 64 * config["consumers"] // (group if config["pack"] else 1)
+    seq_q, seq_kv = _length(chance, rows), _length(chance, config["block_kv"])
     batch, kv_heads = chance.randint(1, 2), chance.randint(1, 3)
-    heads = kv_heads * chance.randint(1, 3)
+    return Problem(batch, kv_heads * group, kv_heads, seq_q, seq_kv)
+
+
+def _wrong(variant: Variant, text: str, chance: random.Random, sizes: Problem | None = None) -> str | None:
+    """What is wrong with one launch, on random sizes unless given, in a random interleaving, or None."""
+    spec = variant.spec
+    sizes = sizes or _sizes(variant.config, chance)
     normal = np.random.default_rng(chance.randrange(2**31)).standard_normal
-    q = normal((batch, heads, seq_q, spec.head_dim), np.float32)
-    k = normal((batch, kv_heads, seq_kv, spec.head_dim), np.float32)
-    v = normal((batch, kv_heads, seq_kv, spec.head_dim_v), np.float32)
+    q = normal((sizes.batch, sizes.heads, sizes.seq_q, spec.head_dim), np.float32)
+    k = normal((sizes.batch, sizes.kv_heads, sizes.seq_kv, spec.head_dim), np.float32)
+    v = normal((sizes.batch, sizes.kv_heads, sizes.seq_kv, spec.head_dim_v), np.float32)
     where = f"q {q.shape}, kv {v.shape}"
     try:
         got = simulate(text, (q, k, v), 0.3, chance.choice((1, 2, 3, 5, 132)), chance, spec.causal != "none")
@@ -79,10 +88,31 @@ def test_every_interleaving_gives_the_right_numbers(causal: Causal, numbers: tup
 
 
 @pytest.mark.parametrize("causal", CAUSAL)
-def test_long_blocks_of_keys(causal: Causal) -> None:
-    variant = _variant(causal, 2, 128, 2, 1, 1, 1, 0)
+@pytest.mark.parametrize("numbers", NUMBERS[::3], ids=lambda numbers: "-".join(map(str, numbers)))
+def test_groups_of_heads_share_tiles(causal: Causal, numbers: tuple[int, ...]) -> None:
+    variant = _variant(causal, *numbers, pack=1)
+    text = render(variant)
     chance = random.Random(variant.slug)
-    assert _wrong(variant, render(variant), chance) is None
+    assert [_wrong(variant, text, chance) for _ in range(LAUNCHES)] == [None] * LAUNCHES
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("group", [2, 4, 8, 64])
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+def test_packed_short_sequences(consumers: int, group: int, causal: Causal) -> None:
+    """Fewer rows than a tile, whole tiles, ragged ones, rows that see nothing: seq_q > seq_kv."""
+    variant = _variant(causal, consumers, 64, 2, 2, 0, 0, 0, pack=1)
+    text = render(variant)
+    chance = random.Random(variant.slug)
+    for seq_q, seq_kv in itertools.product((1, 5, 64, 100) if group < 64 else (1, 5), (70, 128)):
+        assert _wrong(variant, text, chance, Problem(1, 2 * group, 2, seq_q, seq_kv)) is None
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_long_blocks_of_keys(causal: Causal) -> None:
+    for variant in (_variant(causal, 2, 128, 2, 1, 1, 1, 0), _variant(causal, 1, 128, 2, 2, 0, 0, 0, pack=1)):
+        chance = random.Random(variant.slug)
+        assert _wrong(variant, render(variant), chance) is None
 
 
 AHEAD, ALONE, REUSING = (2, 64, 2, 1, 1, 0, 0), (2, 64, 2, 1, 0, 0, 0), (2, 64, 2, 1, 0, 0, 1)
@@ -90,6 +120,7 @@ AHEAD, ALONE, REUSING = (2, 64, 2, 1, 1, 0, 0), (2, 64, 2, 1, 0, 0, 0), (2, 64, 
 FAR_AHEAD = (2, 64, 3, 2, 1, 0, 0)
 DRAWING, THREE_TURNS = (2, 64, 2, 2, 0, 0, 0), (3, 128, 2, 2, 0, 1, 0)
 PING_PONG, THREE = (2, 64, 2, 1, 0, 1, 0), (3, 64, 2, 1, 1, 0, 0)
+SINGLE = (1, 64, 2, 2, 1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +186,7 @@ PING_PONG, THREE = (2, 64, 2, 1, 0, 1, 0), (3, 64, 2, 1, 1, 0, 0)
         pytest.param(ALONE, "seq_kv), 1), BLOCK_KV)", "seq_kv), 0), BLOCK_KV)", id="tiles without keys"),
         pytest.param(ALONE, "head // group, key", "head % group, key", id="heads of k and v"),
         pytest.param(ALONE, "gl.where(row_sum == 0.0, 1.0, row_sum)", "row_sum", id="rows without keys"),
-        pytest.param(ALONE, "head).to(gl.int64) * seq_q", "head).to(gl.int64) * (seq_q + 1)", id="place of lse"),
+        pytest.param(ALONE, "ROWS).to(gl.int64) * seq_q", "ROWS).to(gl.int64) * (seq_q + 1)", id="place of lse"),
         pytest.param(
             ALONE, "warpgroup_mma_wait(1 if AHEAD else 0, [acc])", "warpgroup_mma_wait(1, [acc])", id="awaited product"
         ),
@@ -181,12 +212,41 @@ PING_PONG, THREE = (2, 64, 2, 1, 0, 1, 0), (3, 64, 2, 1, 1, 0, 0)
         pytest.param(
             DRAWING, "gl.where(seen < steps, 1, 0)", "gl.where(seen <= steps, 1, 0)", id="skipped what is seen"
         ),
-        pytest.param(DRAWING, "(seq_kv - seq_q) % 64 == 0 and", "", id="a diagonal across two blocks"),
+        pytest.param(DRAWING, "(seq_kv - seq_q) % rows == 0 and", "", id="a diagonal across two blocks"),
+        pytest.param(SINGLE, "mbarrier.wait(k_empty.index(slot), phase)", "pass", id="one consumer, k overwritten"),
+        pytest.param(
+            SINGLE, "v_empty = barriers(STAGES, CONSUMERS)", "v_empty = barriers(STAGES, 2)", id="count of one"
+        ),
         pytest.param(AHEAD, "q_next = turn % Q_STAGES", "q_next = (turn + 1) % Q_STAGES", id="place of the next q"),
     ],
 )
 def test_seeded_bugs_are_caught(numbers: tuple[int, ...], right: str, wrong: str) -> None:
-    variant = _variant("bottom_right", *numbers)
+    _assert_caught(_variant("bottom_right", *numbers), right, wrong)
+
+
+@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        pytest.param("layout=gl.SliceLayout(1, SCORES)) % ROWS", "layout=gl.SliceLayout(1, SCORES))", id="diagonal"),
+        pytest.param("row + places % ROWS", "row + places", id="rows of lse"),
+        pytest.param("head + places // ROWS", "head", id="heads of lse"),
+        pytest.param("% (heads // PACKED) * PACKED", "% (heads // PACKED)", id="first head"),
+        pytest.param("head_index // (heads // PACKED)", "head_index // heads", id="batch element"),
+        pytest.param("all_heads = batch * (heads // PACKED)", "all_heads = batch * heads", id="too many tiles"),
+        pytest.param("row + ROWS + diagonal", "row + diagonal", id="keys of a consumer"),
+        pytest.param(
+            "first_row + CONSUMERS * ROWS + diagonal", "first_row + ROWS // 2 + diagonal", id="keys of a tile"
+        ),
+        pytest.param("block * (CONSUMERS * ROWS)", "block * (CONSUMERS * 64)", id="first row"),
+        pytest.param("(seq_kv - seq_q) % rows == 0 and", "", id="a diagonal across two blocks"),
+    ],
+)
+def test_bugs_of_packed_tiles_are_caught(consumers: int, right: str, wrong: str) -> None:
+    _assert_caught(_variant("bottom_right", consumers, 64, 2, 1, 0, 0, 0, pack=1), right, wrong)
+
+
+def _assert_caught(variant: Variant, right: str, wrong: str) -> None:
     text = render(variant)
     assert right in text
     chance = random.Random(variant.slug)

@@ -20,12 +20,12 @@ from flashgen.spec import Problem
 FITS = Resources(shared=16384, registers=128, stack=0, loop={})
 
 
-def compile_at_once(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int) -> Resources:
+def compile_at_once(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int, group: int = 1) -> Resources:
     """No kernel needs anything."""
     return FITS
 
 
-def compile_or_fail(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int) -> Resources:
+def compile_or_fail(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int, group: int = 1) -> Resources:
     """16 rows hang, 32 kill their process, 128 raise; 64 need too much in one or two stages."""
     match variant.config["block_q"], variant.config["num_stages"]:
         case 16, _:
@@ -41,7 +41,9 @@ def compile_or_fail(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int) -> Res
     return FITS
 
 
-def compile_and_note(log: Path, seconds: float, variant: Variant, gpu: Gpu, kernel: str, seq_kv: int) -> Resources:
+def compile_and_note(
+    log: Path, seconds: float, variant: Variant, gpu: Gpu, kernel: str, seq_kv: int, group: int = 1
+) -> Resources:
     """Write down when it started, and take so many seconds."""
     with log.open("a") as file:
         file.write(f"{time.monotonic()} {variant.slug}\n")
@@ -49,7 +51,7 @@ def compile_and_note(log: Path, seconds: float, variant: Variant, gpu: Gpu, kern
     return FITS
 
 
-def miss_a_package(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int) -> Resources:
+def miss_a_package(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int, group: int = 1) -> Resources:
     raise ModuleNotFoundError("No module named 'triton'")
 
 
@@ -81,11 +83,11 @@ def remeasure_and_die(variants: Sequence[Variant], problem: Problem) -> tuple[Me
     return ()
 
 
-def compile_never(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int) -> Resources:
+def compile_never(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int, group: int = 1) -> Resources:
     raise RuntimeError(f"{kernel} does not compile")
 
 
-def die_once(died: Path, variant: Variant, gpu: Gpu, kernel: str, seq_kv: int) -> Resources:
+def die_once(died: Path, variant: Variant, gpu: Gpu, kernel: str, seq_kv: int, group: int = 1) -> Resources:
     if not died.exists():
         died.touch()
         failing_tasks.abort()

@@ -66,9 +66,9 @@ BACKWARD_GOLDEN = (
 )
 
 
-def hopper(spec: Spec, *numbers: int) -> Variant:
-    """A variant of `hopper_fwd`, its choices in their order."""
-    return Variant(HOPPER_FWD, spec, Config(**dict(zip(HOPPER_FWD.choices, numbers, strict=True))))
+def hopper(spec: Spec, *numbers: int, resident: int = 1, pack: int = 0) -> Variant:
+    """A variant of `hopper_fwd`, its other choices in their order."""
+    return Variant(HOPPER_FWD, spec, Config(**dict(zip(HOPPER_FWD.choices, (*numbers, resident, pack), strict=True))))
 
 
 HOPPER_GOLDEN = (
@@ -77,12 +77,15 @@ HOPPER_GOLDEN = (
     hopper(Spec(head_dim=64, head_dim_v=64, dtype="fp16"), 3, 128, 2, 1, 0, 0, 0),
     hopper(Spec(head_dim=256, head_dim_v=256, dtype="bf16", causal="top_left"), 2, 64, 2, 0, 0, 1, 1),
     hopper(Spec(head_dim=72, head_dim_v=40, dtype="fp16", causal="bottom_right"), 2, 128, 2, 2, 0, 1, 0),
+    hopper(Spec(head_dim=64, head_dim_v=64, dtype="bf16", causal="bottom_right"), 1, 128, 2, 2, 0, 0, 0, resident=2),
+    hopper(Spec(head_dim=64, head_dim_v=64, dtype="bf16"), 1, 64, 2, 1, 1, 0, 0, resident=3),
+    hopper(Spec(dtype="fp16", causal="bottom_right"), 1, 64, 2, 1, 1, 0, 0, resident=2, pack=1),
 )
 
 
 def hopper_resources(which: int, gpu: Gpu) -> Resources:
-    """What a golden file of `hopper_fwd` compiles to."""
-    return kernel_resources(HOPPER_GOLDEN[which], gpu, "kernel")
+    """What a golden file of `hopper_fwd` compiles to, for heads in groups of 4."""
+    return kernel_resources(HOPPER_GOLDEN[which], gpu, "kernel", group=4)
 
 
 def hopper_backward(spec: Spec, *numbers: int) -> Variant:

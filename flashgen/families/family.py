@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rejection, Rule, Space, config_from, first_broken
-from flashgen.spec import Op, Spec
+from flashgen.spec import Op, Problem, Spec
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Family:
         by_hand: whether copies and products overlap as the template has ordered them, not as a compiler likes it; one
             that spills in the loop, serialises its products or takes P apart has undone that.
         least_seq_q: where nobody tuned and several families could serve, it comes last for shorter sequences.
+        pointless: why a config does on these problems what another does, which is reason not to try it; or None.
         derived: what else the template may name, where its structure depends on more than a spec says.
     """
 
@@ -68,6 +69,7 @@ class Family:
     aligned: bool = False
     by_hand: bool = False
     least_seq_q: int = 1
+    pointless: Callable[[Config, Sequence[Problem]], str | None] = lambda config, problems: None
     derived: Callable[[Spec], Mapping[str, object]] = lambda spec: {}
 
     def __reduce__(self) -> tuple[Callable[[str], Family], tuple[str]]:
@@ -79,6 +81,11 @@ class Family:
     def space(self, spec: Spec, gpu: Gpu) -> Space:
         """Every config, split into usable and refused with a reason."""
         return Space.of(self.choices, self.rules, spec, gpu)
+
+    def worth_trying(self, problems: Sequence[Problem]) -> Family:
+        """The same family, which also refuses what is pointless on these problems: for a search."""
+        rule = Rule("pointless", lambda spec, config, gpu: self.pointless(config, problems))
+        return replace(self, rules=(*self.rules, rule))
 
     def refuses(self, spec: Spec, config: Config, gpu: Gpu) -> Rejection | None:
         """Why this config cannot run here, or None."""

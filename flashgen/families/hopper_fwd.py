@@ -1,15 +1,17 @@
-"""`hopper_fwd`: a FlashAttention-3 forward in Gluon, for sm_90: one warp copies, two or three warpgroups compute."""
+"""`hopper_fwd`: a FlashAttention-3 forward in Gluon, for sm_90: one warp copies, one to three warpgroups compute."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from flashgen.families.family import Family, Tile
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
-from flashgen.spec import Spec
+from flashgen.spec import Problem, Spec
 
 CHOICES = {
     # Warpgroups that compute, 64 rows each.
-    "consumers": (2, 3),
+    "consumers": (1, 2, 3),
     "block_kv": (64, 128),
     "stages": (2, 3),
     # 0: every block of threads has one tile; 1: as many as fit stay, with tiles in a fixed order; 2: they count tiles.
@@ -20,7 +22,17 @@ CHOICES = {
     "ping_pong": (0, 1),
     # Whether the output leaves through Q's place in shared memory.
     "reuse_q": (0, 1),
+    # Blocks of threads that share a multiprocessor; what one computes then hides the softmax of another.
+    "resident": (1, 2, 3),
+    # Whether the heads that share a K/V head share tiles, where GROUPS has their number.
+    "pack": (0, 1),
 }
+# A consumer thread's that S, P and output may take, by consumers and resident blocks: of 240, 160, 224 and 128.
+REGISTERS = {(2, 1): 176, (3, 1): 128, (1, 2): 176, (1, 3): 96}
+# Heads that may share a tile of 64 rows a consumer.
+GROUPS = (2, 4, 8, 16, 32, 64)
+# Bytes of shared memory that the driver keeps for each block.
+RESERVED = 1024
 GLUON_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -53,29 +65,42 @@ def inputs_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
 def _combination_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     if config["ahead"] and not config["schedule"]:
         return "ahead=1 needs a next tile, thus schedule=1 or 2"
+    if config["ping_pong"] and config["consumers"] == 1:
+        return "ping_pong=1 needs another consumer to take turns with"
+    if (config["consumers"] == 1) != (config["resident"] > 1):
+        return f"resident={config['resident']}: one consumer needs other blocks beside it, several leave them no place"
     if config["reuse_q"] and spec.block_d != spec.block_dv:
         return f"reuse_q=1 needs an output as wide as q, but got {spec.block_dv} and {spec.block_d}"
     return None
 
 
 def _registers_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
-    """A consumer thread has 240 or, of three, 160; P in 16 bits beside S and the accumulator leaves 64 or 32 free."""
+    """P in 16 bits beside S and the accumulator must leave some of a consumer thread's registers free."""
     need = spec.block_dv // 2 + config["block_kv"] * 3 // 4
-    most = 176 if config["consumers"] == 2 else 128
+    most = REGISTERS[config["consumers"], config["resident"]]
     if need > most:
         return f"keeps {need} registers of S, P and output a thread, where {most} are left"
     return None
 
 
 def _shared_memory_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
-    low, _ = shared_memory(spec, config, gpu)
+    low, high = shared_memory(spec, config, gpu)
     if low > gpu.shared_per_block:
         return f"needs at least {low} bytes of shared memory, {gpu.name} allows {gpu.shared_per_block}"
+    resident = config["resident"]
+    if resident > 1 and resident * (high + RESERVED) > gpu.shared_per_sm:
+        need = resident * (high + RESERVED)
+        return f"{resident} blocks need up to {need} bytes of shared memory, a multiprocessor has {gpu.shared_per_sm}"
     return None
 
 
 def _slower_than_another(spec: Spec, config: Config, gpu: Gpu) -> str | None:
-    """What lost wherever it was measured (H200, head_dim 64 and 128, 512 to 8,192 keys) is not tried again."""
+    """What lost wherever it was measured (H200, head_dim 64 and 128, 512 to 8,192 keys) is not tried again.
+
+    One consumer was never measured.
+    """
+    if config["consumers"] == 1:
+        return None
     if config["block_kv"] == 64 and _fits(spec, config, gpu, block_kv=128, stages=2):
         return "block_kv=64 is 8 to 20 % slower than 128, which fits"
     if config["reuse_q"] and _fits(spec, config, gpu, reuse_q=0):
@@ -100,17 +125,29 @@ def tiles(spec: Spec, config: Config) -> tuple[Tile, ...]:
     )  # fmt: skip
 
 
+def packed_heads(config: Config, problem: Problem) -> int:
+    """How many heads share a tile."""
+    group = problem.heads // max(1, problem.kv_heads)
+    return group if config["pack"] and group in GROUPS else 1
+
+
+def _pointless(config: Config, problems: Sequence[Problem]) -> str | None:
+    if config["pack"] and all(packed_heads(config, problem) == 1 for problem in problems):
+        return f"pack=1 needs K/V heads that {', '.join(map(str, GROUPS))} heads share: it does what pack=0 does"
+    return None
+
+
 def default(spec: Spec, gpu: Gpu) -> Config:
     """What was best on an H200 for narrow, medium and wide heads, as far as shared memory goes."""
     causal = int(spec.causal != "none")
     width = max(spec.block_d, spec.block_dv)
-    names = ("consumers", "block_kv", "stages", "schedule", "ahead", "ping_pong", "reuse_q")
+    names = ("consumers", "block_kv", "stages", "schedule", "ahead", "ping_pong", "reuse_q", "resident", "pack")
     if width <= 64:
-        numbers = (3, 128, 2, 2, 0, 0, 0)
+        numbers = (3, 128, 2, 2, 0, 0, 0, 1, 0)
     elif width <= 128:
-        numbers = (2, 128, 2, 2, 0, 0, 0) if causal else (2, 128, 2, 1, 1, 0, 0)
+        numbers = (2, 128, 2, 2, 0, 0, 0, 1, 0) if causal else (2, 128, 2, 1, 1, 0, 0, 1, 0)
     else:
-        numbers = (2, 64, 2, 1 + causal, 0, causal, int(spec.block_d == spec.block_dv))
+        numbers = (2, 64, 2, 1 + causal, 0, causal, int(spec.block_d == spec.block_dv), 1, 0)
     return Config(**dict(zip(names, numbers, strict=True)))
 
 
@@ -135,5 +172,6 @@ HOPPER_FWD = Family(
     aligned=True,
     by_hand=True,
     least_seq_q=256,
+    pointless=_pointless,
     derived=lambda spec: {"gluon_dtype": GLUON_DTYPES[spec.dtype]},
 )

@@ -29,30 +29,44 @@ pytestmark = pytest.mark.skipif(
 Call = tuple[Callable[[], None], Tensor, Tensor]
 
 
-def config(spec: Spec, schedule: int) -> Config:
-    """The default with another schedule."""
-    return Config(**{**FAMILY.default(spec, current_gpu()), "schedule": schedule, "ahead": int(schedule > 0)})
+def config(spec: Spec, schedule: int, consumers: int | None = None, pack: int = 0) -> Config:
+    """The default with another schedule; with one consumer, as many blocks a multiprocessor as there is a choice of."""
+    chosen = {**FAMILY.default(spec, current_gpu()), "schedule": schedule, "ahead": int(schedule > 0), "pack": pack}
+    if consumers is not None:
+        chosen["consumers"] = consumers
+    if consumers == 1:
+        chosen.update(resident=3 if spec.head_dim <= 64 else 2, block_kv=64)
+    if FAMILY.refuses(spec, Config(**chosen), current_gpu()):
+        chosen["ahead"] = 0
+    return Config(**chosen)
 
 
-def call(spec: Spec, problem: Problem, schedule: int, seed: int = 0) -> Call:
+def call(
+    spec: Spec, problem: Problem, schedule: int, seed: int = 0, consumers: int | None = None, pack: int = 0
+) -> Call:
     """A bound launch with its output and log-sum-exp, which are NaN before it."""
     q, k, v = inputs(spec, problem, "cuda", seed)
     o = torch.full_like(q, torch.nan)
     lse = torch.full(q.shape[:3], torch.nan, device="cuda")
-    chosen = config(spec, schedule)
-    if FAMILY.refuses(spec, chosen, current_gpu()):
-        chosen = Config(**{**chosen, "ahead": 0})
+    chosen = config(spec, schedule, consumers, pack)
     bound = bind(Variant(FAMILY, spec, chosen), q, k, v, o)
     return lambda: bound(q, k, v, o, lse, spec.head_dim**-0.5), o, lse
 
 
 @pytest.mark.parametrize("schedule", [0, 1, 2])
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_thousand_launches_give_the_same_bits(head_dim: int, causal: Causal, schedule: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "consumers", "pack"),
+    [(64, None, 0), (128, None, 0), (256, None, 0), (64, 1, 0), (128, 1, 0), (128, None, 1)],
+)
+def test_a_thousand_launches_give_the_same_bits(
+    head_dim: int, consumers: int | None, pack: int, causal: Causal, schedule: int
+) -> None:
     """At a size that fills the GPU and ends in ragged tiles: a race shows where blocks compete."""
     spec = Spec(head_dim=head_dim, head_dim_v=head_dim, dtype="bf16", causal=causal)
-    run, o, lse = call(spec, Problem(2, 2048 // head_dim, 2048 // head_dim, 1900, 1900), schedule)
+    heads = 2048 // head_dim
+    problem = Problem(2, heads, heads // 4 if pack else heads, 1900, 1900)
+    run, o, lse = call(spec, problem, schedule, consumers=consumers, pack=pack)
     run()
     first = o.clone(), lse.clone()
     differing = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -126,13 +140,34 @@ def test_lengths_around_every_edge(causal: Causal, schedule: int) -> None:
     spec = Spec(head_dim=64, head_dim_v=64, dtype="bf16", causal=causal)
     lengths = (1, 63, 64, 65, 127, 128, 129, 191, 193, 320)
     for seq_q, seq_kv in itertools.product(lengths, lengths):
-        problem = Problem(1, 3, 1, seq_q, seq_kv)
-        run, o, _ = call(spec, problem, schedule)
-        run()
-        q, k, v = inputs(spec, problem, "cuda")
-        true, _ = plain_attention(q.double(), k.double(), v.double(), causal=causal)
-        plain, _ = plain_attention(q, k, v, causal=causal)
-        assert max_error(o, true) <= FORWARD_FACTOR * max_error(plain, true) + FLOOR, (seq_q, seq_kv)
+        assert_right(spec, Problem(1, 3, 1, seq_q, seq_kv), schedule)
+
+
+@pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
+def test_lengths_around_the_edges_of_one_consumers_tiles(causal: Causal) -> None:
+    spec = Spec(head_dim=64, head_dim_v=64, dtype="bf16", causal=causal)
+    for seq_q, seq_kv in itertools.product((1, 63, 64, 65, 130), (1, 64, 65, 129)):
+        assert_right(spec, Problem(2, 3, 1, seq_q, seq_kv), 2, consumers=1)
+
+
+@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
+def test_groups_of_heads_share_tiles(causal: Causal, consumers: int) -> None:
+    """Rows that fill no tile, one and several, of groups that fit and of one that does not."""
+    spec = Spec(dtype="bf16", causal=causal)
+    for group, seq_q, seq_kv in itertools.product((2, 3, 4, 8), (1, 5, 64, 100), (70, 256)):
+        assert_right(spec, Problem(2, 2 * group, 2, seq_q, seq_kv), 1, consumers=consumers, pack=1)
+
+
+def assert_right(spec: Spec, problem: Problem, schedule: int, consumers: int | None = None, pack: int = 0) -> None:
+    """Output and log-sum-exp of one launch against float64."""
+    run, o, lse = call(spec, problem, schedule, consumers=consumers, pack=pack)
+    run()
+    q, k, v = inputs(spec, problem, "cuda")
+    true, true_lse = plain_attention(q.double(), k.double(), v.double(), causal=spec.causal)
+    plain, _ = plain_attention(q, k, v, causal=spec.causal)
+    assert max_error(o, true) <= FORWARD_FACTOR * max_error(plain, true) + FLOOR, problem
+    assert max_error(lse, true_lse) <= 1e-4, problem
 
 
 def test_descriptors_follow_their_tensors() -> None:
