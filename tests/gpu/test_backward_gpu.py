@@ -65,10 +65,12 @@ def test_tf32_is_used_only_when_asked_for(family: Family) -> None:
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("part", range(4))
 def test_every_usable_config_of_a_corner_of_the_space(family: Family, head_dim: int, part: int) -> None:
-    """Every tenth one that fits into shared memory."""
+    """Two dozen, spread over the space; all of a smaller one."""
     spec, gpu = Spec("backward", head_dim, head_dim, "fp16", "bottom_right"), current_gpu()
-    variants = [Variant(family, spec, config) for config in family.space(spec, gpu).usable[part * 10 :: 40]]
-    assert variants
+    space = family.space(spec, gpu).usable
+    variants = [Variant(family, spec, config) for config in space[:: -(-len(space) // 24)][part::4]]
+    if not variants:
+        pytest.skip(f"{family.name} has {len(space)} configs here, in the parts before this one")
     for variant in variants:
         if max(used.shared for used in compile_resources(variant, gpu)) <= gpu.shared_per_block:
             assert_accurate(variant)
