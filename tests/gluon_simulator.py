@@ -47,7 +47,7 @@ class Int32(int):
 
         return operate
 
-    for _name in ("add", "sub", "mul", "and", "xor", "floordiv", "mod"):
+    for _name in ("add", "sub", "mul", "and", "xor", "rshift", "floordiv", "mod"):
         locals()[f"__{_name}__"] = _checked(f"__{_name}__")
         locals()[f"__r{_name}__"] = _checked(f"__r{_name}__")
 
@@ -522,7 +522,9 @@ def _store_wait(pendings: int) -> None:
     _pause("wait for copies out", lambda: warp.copies_out <= pendings)
 
 
-def _mma(a: Slot | View | Tensor, b: View, acc: Tensor | Product, use_acc: bool = True, is_async: bool = False) -> Product:
+def _mma(
+    a: Slot | View | Tensor, b: View, acc: Tensor | Product, use_acc: bool = True, is_async: bool = False
+) -> Product:
     _pause("wgmma")
     if isinstance(a, Slot):
         a = a.reshape(list(a.data.shape))

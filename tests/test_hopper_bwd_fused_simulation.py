@@ -85,9 +85,7 @@ class _Simulation:
 
     def _gradients(self, programs: int, numbers: list[Int32], grid: Grid) -> None:
         blocks = self.kernels.BLOCKS["gradients_kernel"]
-        made = {
-            key: Descriptor(key, self.tensors[key.removesuffix("_desc")], block) for key, block in blocks.items()
-        }
+        made = {key: Descriptor(key, self.tensors[key.removesuffix("_desc")], block) for key, block in blocks.items()}
         for index in range(programs):
             Program.current = Program(index, programs, grid.chance, READS, grid=grid)
             self.kernels.gradients_kernel(*made.values(), self.workspace, self.scale, *numbers)

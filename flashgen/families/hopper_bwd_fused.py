@@ -73,11 +73,8 @@ def tiles(spec: Spec, config: Config) -> tuple[Tile, ...]:
 
 def default(spec: Spec, gpu: Gpu) -> Config:
     """What was best on an H200, for narrow and for wide heads."""
-    causal = spec.causal != "none"
-    if width(spec) == 64:
-        numbers = (1, 0, 0, int(not causal), int(not causal))
-    else:
-        numbers = (0, 1, 1, 0, int(not causal))
+    whole = int(spec.causal == "none")
+    numbers = (1, 0, 0, whole, whole) if width(spec) == 64 else (0, 1, 1, 0, whole)
     return Config(**dict(zip(CHOICES, numbers, strict=True)))
 
 
