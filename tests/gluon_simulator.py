@@ -400,7 +400,7 @@ class Program:
 
 
 class Grid:
-    """Programs beside each other, as many at a time as are `resident`; the next one starts when one has left."""
+    """Programs beside each other, as many at a time as are `resident`; when one has left, any other starts."""
 
     def __init__(self, resident: int, chance: random.Random) -> None:
         self.resident, self.chance = resident, chance
@@ -424,7 +424,7 @@ class Grid:
         by_priority, in_order = chance.random() < 0.4, chance.random() < 0.5
         while self.waiting or running:
             while self.waiting and len(running) < self.resident:
-                running.append(self.waiting.pop(0))
+                running.append(self.waiting.pop(chance.randrange(len(self.waiting))))
             able: list[Who] = [
                 (program, warp)
                 for program in running

@@ -21,7 +21,7 @@ from flashgen.spec import Causal, Spec
 
 CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
 SCALE = 0.3
-LAUNCHES = 3
+LAUNCHES = 2
 # Launches in which a seeded bug must show.
 BUG_LAUNCHES = 40
 # How often a consumer reads each block that streams.
@@ -151,15 +151,85 @@ def _wrong(variant: Variant, text: str, chance: random.Random) -> str | None:
     return None
 
 
-NUMBERS = [*itertools.product((0, 1), (0, 1), (0, 1), (0, 1))]
+# Every legal combination of all but rotate.
+NUMBERS = [numbers for numbers in itertools.product((0, 1), repeat=4) if numbers[0] or numbers[1]]
 
 
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
 @pytest.mark.parametrize("numbers", NUMBERS, ids=lambda numbers: "".join(map(str, numbers)))
 def test_every_interleaving_gives_the_right_gradients(causal: Causal, wide: bool, numbers: tuple[int, ...]) -> None:
-    rotate = int(causal == "none" and sum(numbers) % 2)
-    variant = _variant(causal, wide, *numbers, rotate)
+    variant = _variant(causal, wide, *numbers, int(causal == "none" and numbers[2] == 1))
     text = render(variant)
     chance = random.Random(variant.slug)
     assert [_wrong(variant, text, chance) for _ in range(LAUNCHES)] == [None] * LAUNCHES
+
+
+@pytest.mark.parametrize(
+    ("causal", "right", "wrong"),
+    [
+        pytest.param(
+            "bottom_right",
+            "mbarrier.wait(rows_empty.index(slot), step >> 1 & 1 ^ 1)",
+            "pass",
+            id="no wait for rows_empty",
+        ),
+        pytest.param("none", "mbarrier.wait(kv_empty.index(0), turn & 1 ^ 1)", "pass", id="no wait for kv_empty"),
+        pytest.param("bottom_right", "wait_for_turn(LOCKS + place, rank)", "pass", id="out of turn"),
+        pytest.param("none", "cp.async.bulk.wait_group 0; ", "", id="passed on before dQ has arrived"),
+        pytest.param("bottom_right", "blocks) - 1 - first_key", "blocks) - first_key", id="rank"),
+        pytest.param("bottom_right", "(blocks - 1 - tile % blocks)", "(tile % blocks)", id="tiles in another order"),
+        pytest.param(
+            "bottom_right",
+            'gl.atomic_add(TICKET, 1, sem="relaxed")',
+            "turn * gl.num_programs(0) + gl.program_id(0)",
+            id="tiles by program",
+        ),
+        pytest.param("none", "rank + blocks, rank)", "rank, rank)", id="rank of a rotated head"),
+        pytest.param("none", "key_blocks <= programs", "key_blocks <= tiles", id="rotated with few programs"),
+        pytest.param("none", "turn * gl.num_programs(0) + gl.program_id(0)", "turn", id="every program every tile"),
+        pytest.param("none", "tl.store(COUNTS + tl.program_id(0), 0)", "pass", id="locks as they were found"),
+        pytest.param("bottom_right", "(rows + diagonal >= 0)", "(rows + diagonal >= -128)", id="rows without keys"),
+        pytest.param("none", "        meet()\n        leave", "        leave", id="dk over k in use"),
+        pytest.param(
+            "bottom_right",
+            "    fence_async_shared()\n    if NAMED_BARRIER",
+            "    if NAMED_BARRIER",
+            id="no fence behind ds",
+        ),
+        pytest.param("none", "store(dq)\n    fence_async_shared()", "store(dq)", id="no fence behind dq"),
+        pytest.param("none", "mbarrier.wait(dq_empty.index(CONSUMER), step & 1 ^ 1)", "pass", id="dq over dq in use"),
+        pytest.param(
+            "none",
+            "            tma.store_wait(0)\n            for part",
+            "            for part",
+            id="dq released before it has left",
+        ),
+        pytest.param("none", "if rank == 0:", "if rank < 0:", id="added to nothing"),
+        pytest.param("none", "mbarrier.wait(ds_full.index(step & 1), step >> 1 & 1)", "pass", id="no wait for ds"),
+        pytest.param("none", "place = ds_ring.index((step & 1) * 2", "place = ds_ring.index(2", id="place of ds"),
+        pytest.param(
+            "bottom_right",
+            "            dv, dk = warpgroup_mma_wait(2, [dv, dk])",
+            "            mbarrier.arrive(rows_empty.index(slot), count=1)\n"
+            "            dv, dk = warpgroup_mma_wait(2, [dv, dk])",
+            id="rows released twice",
+        ),
+        pytest.param("none", "told_empty = barriers(2, 3)", "told_empty = barriers(2, 2)", id="told over unheard"),
+        pytest.param(
+            "bottom_right", "ahead + BLOCK_Q < most_ahead", "ahead < most_ahead", id="diagonal of the next head"
+        ),
+        pytest.param("bottom_right", "return ahead < 64", "return ahead < 1", id="rows half hidden"),
+        pytest.param("top_left", "ds = gl.where(p == 0.0, 0.0, ds)", "pass", id="hidden dp may be infinite"),
+        pytest.param("bottom_right", "(scale_2 * 0.6931471805599453)", "scale_2", id="scale of dk"),
+        pytest.param("none", "* 2 + part) * 16", "* 2 + 1 - part) * 16", id="halves of dq"),
+        pytest.param("bottom_right", "head_index * group\n", "head_index\n", id="heads of dq"),
+        pytest.param("none", "[statistics + 1, row]", "[statistics, row]", id="delta"),
+    ],
+)
+def test_seeded_bugs_are_caught(causal: Causal, right: str, wrong: str) -> None:
+    variant = _variant(causal, True, 0, 1, 1, 0, int(causal == "none"))
+    text = render(variant)
+    assert right in text
+    chance = random.Random(variant.slug)
+    assert any(_wrong(variant, text.replace(right, wrong), chance) for _ in range(BUG_LAUNCHES))
