@@ -664,6 +664,7 @@ def _modules(multiprocessors: int) -> dict[str, Any]:
         exp2=_exp2,
         load=lambda pointer, mask=True, other=0.0: pointer.load(mask, other),
         pointer_type=lambda dtype: dtype,
+        cast=lambda value, dtype: int(value),
         store=_store,
         allocate_shared_memory=_allocate,
         inline_asm_elementwise=_assembly,
