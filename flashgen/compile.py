@@ -102,6 +102,10 @@ def launches(variant: Variant, *tensors: Tensor) -> tuple[Launch, ...]:
     return tuple(Launch(*each) for each in planned)
 
 
+# What a plan's options give to the launch; the others are constants of the kernel.
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_cooperative_grid")
+
+
 def compile_kernel(
     variant: Variant,
     gpu: Gpu,
@@ -133,8 +137,12 @@ def compile_kernel(
         source = _gluon_source(getattr(module, kernel), blocks, variant.spec, options)
     else:
         source = _source(getattr(module, kernel), variant.spec, options, aligned=aligned)
-    launch = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg") if name in options}
+    launch = {name: options[name] for name in LAUNCH_OPTIONS if name in options}
     return triton.compile(source, target=target, options={**launch, "enable_fp_fusion": True})
+
+
+# Of the workspace; fp32 is no operand of a product, thus never swizzled.
+FLOAT_DESCRIPTORS = ("workspace_desc", "sums_desc")
 
 
 def blocks_of(module: ModuleType, kernel: str, options: Mapping[str, int]) -> Mapping[str, list[int]]:
@@ -154,8 +162,10 @@ def _gluon_source(kernel: Any, blocks: Mapping[str, list[int]], spec: Spec, opti
     elements = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}
     signature = {"LSE": "*fp32", "WORKSPACE": "*fp32", "COUNTER": "*i32", "scale": "fp32"}
     for name, block in blocks.items():
-        dtype = "fp32" if name == "workspace_desc" else spec.dtype
+        dtype = "fp32" if name in FLOAT_DESCRIPTORS else spec.dtype
         layout = gl.NVMMASharedLayout.get_default_for(block, elements[dtype])
+        if name in FLOAT_DESCRIPTORS:
+            layout = gl.NVMMASharedLayout(0, 32, len(block))
         signature[name] = f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
     constants = {(each.num,): options[each.name] for each in kernel.params if each.is_constexpr}
     for each in kernel.params:

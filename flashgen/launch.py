@@ -130,7 +130,13 @@ def _clear(*arguments: Any) -> None:
 def _names(variant: Variant, kernel: str) -> list[str]:
     """The parameters of a kernel that are ARGUMENTS, in its own order and by its own names."""
     parameters = (parameter.name for parameter in getattr(module_of(variant), kernel).params)
-    return [name for name in parameters if name.lower().removesuffix("_desc") in ARGUMENTS[variant.spec.op]]
+    return [name for name in parameters if _argument(name) in ARGUMENTS[variant.spec.op]]
+
+
+def _argument(parameter: str) -> str:
+    """What a kernel takes by this name; fp32 sums are a part of the workspace, described in their own way."""
+    name = parameter.lower().removesuffix("_desc")
+    return "workspace" if name == "sums" else name
 
 
 def _layouts(variant: Variant, kernel: str, tensors: tuple[Tensor, ...]) -> list[descriptors.Layout | None]:
@@ -139,16 +145,18 @@ def _layouts(variant: Variant, kernel: str, tensors: tuple[Tensor, ...]) -> list
     layouts: dict[str, descriptors.Layout] = {
         f"{name}_desc": (list(tensor.shape), list(tensor.stride())) for name, tensor in laid_out.items()
     }
-    rows = 2 * tensors[0].shape[0] * tensors[0].shape[1]
-    length = workspace_size(variant, tensors[0]) // max(rows, 1)
-    layouts["workspace_desc"] = [rows, length], [length, 1]
+    batch, heads, seq_q, _ = tensors[0].shape
+    # Log-sum-exps and deltas, padded; they come first.
+    length = -(-seq_q // 128) * 128
+    layouts["workspace_desc"] = [2 * batch * heads, length], [length, 1]
+    layouts["sums_desc"] = [workspace_size(variant, tensors[0]) // 256, 256], [256, 1]
     return [layouts.get(name) for name in _names(variant, kernel)]
 
 
 def _pick(variant: Variant, kernel: str) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """Which of ARGUMENTS a kernel takes, in its own order."""
     known = ARGUMENTS[variant.spec.op]
-    return operator.itemgetter(*(known.index(name.lower().removesuffix("_desc")) for name in _names(variant, kernel)))
+    return operator.itemgetter(*(known.index(_argument(name)) for name in _names(variant, kernel)))
 
 
 def is_aligned(*tensors: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 A warp gives control back before everything that another can see or that is asynchronous; which one goes on, and when a
 copy lands, is drawn at random. A `Fault` is raised for what a GPU would turn into a hang or a wrong number on some
-days: a deadlock, shared memory overwritten under a reader, an unbalanced barrier, an int32 that overflows.
+days: a deadlock, shared memory overwritten under a reader, an unbalanced barrier, an int32 that overflows. Programs run
+one after the other or, on a `Grid`, beside each other.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Int32(int):
 
         return operate
 
-    for _name in ("add", "sub", "mul", "and", "xor", "floordiv", "mod"):
+    for _name in ("add", "sub", "mul", "and", "xor", "rshift", "floordiv", "mod"):
         locals()[f"__{_name}__"] = _checked(f"__{_name}__")
         locals()[f"__r{_name}__"] = _checked(f"__r{_name}__")
 
@@ -64,30 +65,61 @@ class Tensor(np.ndarray):
     def to(self, dtype: str) -> Tensor:
         return self
 
+    def permute(self, order: tuple[int, ...]) -> Tensor:
+        return np.transpose(self, order)
+
 
 def _tensor(values: Any) -> Tensor:
     return np.asarray(values).view(Tensor)
 
 
+class Address(int):
+    """A pointer as an integer; null is 0."""
+
+    pointer: Pointer
+
+
 @dataclass
 class Pointer:
-    """Where a kernel writes, `memory[offset]`; null without memory."""
+    """Where a kernel reads or writes, `memory[offset]`; null without memory."""
 
     memory: np.ndarray | None
     offset: Any = 0
+    dtype = SimpleNamespace(element_ty="float32")
 
-    def to(self, dtype: str) -> int:
-        return 0 if self.memory is None else 4096
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return np.shape(self.offset)
+
+    def to(self, dtype: str, bitcast: bool = False) -> Any:
+        if bitcast:
+            assert self.memory is not None
+            return Pointer(self.memory.view(dtype), self.offset)
+        address = Address(0 if self.memory is None else 4096)
+        address.pointer = self
+        return address
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.offset + offset)
 
-    def load(self) -> Tensor:
-        """All of it must lie inside."""
+    def load(self, mask: Any = True, other: float = 0.0) -> Tensor:
+        """All of it must lie inside, except what is masked."""
         offsets = np.asarray(self.offset)
-        if self.memory is None or offsets.min() < 0 or offsets.max() >= self.memory.size:
-            raise Fault("a load is out of bounds")
-        return _tensor(self.memory[offsets])
+        mask = np.broadcast_to(mask, offsets.shape)
+        wanted = offsets[mask]
+        values = np.full(offsets.shape, other, np.float32)
+        if wanted.size:
+            if self.memory is None or wanted.min() < 0 or wanted.max() >= self.memory.size:
+                raise Fault("a load is out of bounds")
+            values[mask] = self.memory[wanted]
+        return _tensor(values)
+
+    def add(self) -> Int32:
+        """Count one more."""
+        _pause("count")
+        assert self.memory is not None
+        self.memory[self.offset] += 1
+        return Int32(self.memory[self.offset] - 1)
 
 
 @dataclass
@@ -130,19 +162,20 @@ class Cell:
     def __init__(self, name: str) -> None:
         self.name = name
         self.value: Int32 | None = None
-        self.readers: set[str] = set()
+        self.readers: dict[str, int] = {}
 
     def store(self, value: Int32) -> None:
         _pause("store a number")
         if self.value is not None and len(self.readers) < len(Program.current.warps) - 1:
             raise Fault(f"{self.name} is overwritten, only {self.readers} have read it")
-        self.value, self.readers = value, set()
+        self.value, self.readers = value, {}
 
     def load(self, layout: Any) -> Int32:
         _pause("load a number")
-        if self.value is None or Program.current.warp().name in self.readers:
+        reader = Program.current.warp().name
+        if self.value is None or self.readers.get(reader, 0) == Program.current.hearings:
             raise Fault(f"{self.name} is read before it is written")
-        self.readers.add(Program.current.warp().name)
+        self.readers[reader] = self.readers.get(reader, 0) + 1
         return self.value
 
 
@@ -154,7 +187,7 @@ class Descriptor:
     def __init__(self, name: str, array: np.ndarray, block: list[int]) -> None:
         self.name, self.array, self.block = name, array, block
         self.block_type = SimpleNamespace(nbytes=2 * int(np.prod(block)), shape=block)
-        self.writes = np.zeros(array.shape[:3], int)
+        self.writes = np.zeros(array.shape[:-1], int)
 
 
 class Barrier:
@@ -203,10 +236,19 @@ class Slot:
         self.holds: str | None = None
         self.products = self.copies_in = self.copies_out = 0
         self.reads: dict[str, int] = {}
-        self.fenced = True
+        self.fenced, self.writer = True, ""
 
     def reshape(self, shape: list[int]) -> View:
         return View(self, lambda data: data.reshape(shape))
+
+    def permute(self, order: tuple[int, ...]) -> View:
+        return View(self, lambda data: data).permute(order)
+
+    def slice(self, start: int, length: int, dim: int) -> View:
+        return View(self, lambda data: data).slice(start, length, dim)
+
+    def store(self, values: np.ndarray) -> None:
+        View(self, lambda data: data).store(values)
 
     def check_free(self, why: str) -> None:
         if self.products or self.copies_in or self.copies_out:
@@ -218,7 +260,7 @@ class Slot:
         right = bool(self.reads) or self.holds in (None, "registers")
         if self.holds in Program.current.reads:
             program, times = Program.current, Program.current.reads[self.holds]
-            everyone = {warp.name: times for warp in program.warps if warp.name != "load"}
+            everyone = {warp.name: times for warp in program.warps if warp.name.startswith("consumer")}
             right = set(self.reads.values()) == {times} if program.skips else self.reads == everyone
         if not right:
             raise Fault(f"{why}: {self.name} with {self.holds} was read by {self.reads}")
@@ -232,6 +274,10 @@ class View:
 
     def permute(self, order: tuple[int, ...]) -> View:
         return View(self.slot, lambda data: np.transpose(self.shaped(data), order))
+
+    def slice(self, start: int, length: int, dim: int) -> View:
+        place = (*[slice(None)] * dim, slice(start, start + length))
+        return View(self.slot, lambda data: self.shaped(data)[place])
 
     @property
     def values(self) -> np.ndarray:
@@ -250,8 +296,9 @@ class View:
         self.slot.check_free("store")
         if self.slot.holds not in Program.current.reads:
             self.slot.check_read("store")
-        self.slot.holds, self.slot.fenced = "registers", False
-        self.slot.data = np.array(values, np.float32).reshape(self.slot.data.shape)
+        self.slot.holds, self.slot.fenced, self.slot.writer = "registers", False, Program.current.warp().name
+        self.slot.data = np.full(self.slot.data.shape, np.nan, np.float32)
+        self.values[...] = values
 
 
 class Ring(list[Any]):
@@ -266,7 +313,7 @@ class Ring(list[Any]):
 class Product:
     """A wgmma under way; its value is there once it was waited for."""
 
-    def __init__(self, a: View | Tensor, b: View, acc: Tensor, use_acc: bool, checked: bool) -> None:
+    def __init__(self, a: View | Tensor, b: View, acc: Tensor | Product, use_acc: bool, checked: bool) -> None:
         self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
         self.slots = [operand.slot for operand in (a, b) if isinstance(operand, View)] if checked else []
         self.value: Tensor | None = None
@@ -274,7 +321,8 @@ class Product:
     def finish(self, reader: str) -> None:
         a = self.a.values if isinstance(self.a, View) else np.asarray(self.a)
         product = a @ self.b.values
-        self.value = _tensor(product + self.acc if self.use_acc else product)
+        acc = self.acc.value if isinstance(self.acc, Product) else self.acc
+        self.value = _tensor(product + acc if self.use_acc else product)
         for slot in self.slots:
             slot.products -= 1
             slot.reads[reader] = slot.reads.get(reader, 0) + 1
@@ -293,7 +341,8 @@ class Warp:
         self.greenlet.gr_context = contextvars.copy_context()
         self.ready: Callable[[], bool] = lambda: True
         self.doing = "start"
-        self.copies_out = 0
+        # Those that still read shared memory, and those that have not arrived.
+        self.copies_out = self.arriving = 0
         self.products: list[Product] = []
         # After a wait that was predicated off, products of shared memory are computed for nobody.
         self.idle = False
@@ -315,8 +364,12 @@ class Program:
         chance: random.Random,
         reads: Mapping[str | None, int] = FORWARD_READS,
         skips: bool = False,
+        grid: Grid | None = None,
     ) -> None:
         self.index, self.programs, self.chance, self.reads, self.skips = index, programs, chance, reads, skips
+        self.grid = grid
+        # How often a warp reads a number that it is told.
+        self.hearings = 1 if grid is None else 2
         self.slots: list[Slot] = []
         self.warps: list[Warp] = []
         self.landings: list[Callable[[], None]] = []
@@ -329,46 +382,76 @@ class Program:
         return next(warp for warp in self.warps if warp.greenlet is here)
 
     def run(self, functions: list[tuple[Any, ...]]) -> None:
-        names = [*(f"consumer {number}" for number in range(len(functions) - 1)), "load"]
+        """Now, or on the grid that it belongs to when that runs."""
+        others = ["load", "write"] if functions[-1][0].__name__ == "write" else ["load"]
+        names = [*(f"consumer {number}" for number in range(len(functions) - len(others))), *others]
         self.warps = [Warp(name, *called) for name, called in zip(names, functions, strict=True)]
-        try:
-            self._schedule()
-        finally:
-            for warp in self.warps:
-                warp.greenlet.throw()
+        grid = self.grid or Grid(1, self.chance)
+        grid.waiting.append(self)
+        if self.grid is None:
+            grid.run()
+
+    def check_exit(self) -> None:
         if any(self.standing.values()):
             raise Fault(f"named barriers are left unbalanced: {self.standing}")
         for slot in self.slots:
             slot.check_free("exit")
             slot.check_read("exit")
 
+
+class Grid:
+    """Programs beside each other, as many at a time as are `resident`; when one has left, any other starts."""
+
+    def __init__(self, resident: int, chance: random.Random) -> None:
+        self.resident, self.chance = resident, chance
+        self.waiting: list[Program] = []
+
+    def run(self) -> None:
+        everyone = list(self.waiting)
+        try:
+            self._schedule()
+        finally:
+            for program in everyone:
+                for warp in program.warps:
+                    warp.greenlet.throw()
+
     def _schedule(self) -> None:
         """Until all is done: let a warp go on or a copy land, by weights or by priorities that change now and then."""
-        chance = self.chance
-        everyone: list[Warp | None] = [*self.warps, None]
+        chance, running = self.chance, list[Program]()
+        Who = tuple[Program, Warp | None]
+        everyone: list[Who] = [(program, who) for program in self.waiting for who in (*program.warps, None)]
         weights = {who: chance.choice((0.01, 0.1, 1.0, 10.0)) for who in everyone}
         by_priority, in_order = chance.random() < 0.4, chance.random() < 0.5
-        while True:
-            alive = [warp for warp in self.warps if not warp.greenlet.dead]
-            able: list[Warp | None] = [warp for warp in alive if warp.ready()]
-            if self.landings:
-                able.append(None)
+        while self.waiting or running:
+            while self.waiting and len(running) < self.resident:
+                running.append(self.waiting.pop(chance.randrange(len(self.waiting))))
+            able: list[Who] = [
+                (program, warp)
+                for program in running
+                for warp in program.warps
+                if not warp.greenlet.dead and warp.ready()
+            ]
+            able += [(program, None) for program in running if program.landings]
             if not able:
-                if alive:
-                    raise Fault("deadlock: " + "; ".join(f"{warp.name}: {warp.doing}" for warp in alive))
-                return
+                alive = ((each, warp) for each in running for warp in each.warps if not warp.greenlet.dead)
+                raise Fault("deadlock: " + "; ".join(f"{each.index} {warp.name}: {warp.doing}" for each, warp in alive))
             if by_priority and chance.random() < 0.01:
                 chance.shuffle(everyone)
             if by_priority:
                 picked = min(able, key=everyone.index)
             else:
                 (picked,) = chance.choices(able, [weights[who] for who in able])
-            if picked is None:
-                self.landings.pop(0 if in_order else chance.randrange(len(self.landings)))()
-                continue
-            picked.greenlet.switch()
-            if picked.greenlet.dead and (picked.copies_out or picked.products):
-                raise Fault(f"{picked.name} leaves with copies or products under way")
+            program, warp = picked
+            Program.current = program
+            if warp is None:
+                program.landings.pop(0 if in_order else chance.randrange(len(program.landings)))()
+            else:
+                warp.greenlet.switch()
+                if warp.greenlet.dead and (warp.copies_out or warp.products):
+                    raise Fault(f"{warp.name} leaves with copies or products under way")
+            if not program.landings and all(each.greenlet.dead for each in program.warps):
+                program.check_exit()
+                running.remove(program)
 
 
 def _pause(doing: str, ready: Callable[[], bool] = lambda: True) -> None:
@@ -402,24 +485,35 @@ def _copy_in(source: Descriptor, start: list[int], barrier: Barrier, slot: Slot)
     Program.current.landings.append(land)
 
 
-def _copy_out(target: Descriptor, start: list[int], slot: Slot) -> None:
+def _copy_out(target: Descriptor, start: list[int], slot: Slot, add: bool = False) -> None:
     _pause("copy out")
     if slot.holds != "registers" or not slot.fenced:
         raise Fault(f"copy out of {slot.name}, which holds {slot.holds}, fenced: {slot.fenced}")
-    batch, *rest, _ = start
-    warp = Program.current.warp()
+    program, warp = Program.current, Program.current.warp()
+    where = tuple(slice(place, place + size) for place, size in zip(start[:-1], target.block[:-1], strict=True))
     slot.copies_out += 1
     warp.copies_out += 1
+    warp.arriving += 1
 
     def leave() -> None:
-        where = (batch, *(slice(place, place + size) for place, size in zip(rest, target.block[1:3], strict=True)))
-        part = target.array[where]
-        part[...] = slot.data.reshape(target.block)[0][tuple(slice(size) for size in part.shape)]
-        target.writes[where] += 1
+        data = slot.data.reshape(target.block).copy()
         slot.copies_out -= 1
         warp.copies_out -= 1
 
-    Program.current.landings.append(leave)
+        def arrive() -> None:
+            part = target.array[where]
+            new = data[tuple(slice(size) for size in part.shape)]
+            part[...] = part + new if add else new
+            target.writes[where] += 1
+            warp.arriving -= 1
+
+        program.landings.append(arrive)
+
+    program.landings.append(leave)
+
+
+def _add_out(target: Descriptor, start: list[int], slot: Slot) -> None:
+    _copy_out(target, start, slot, add=True)
 
 
 def _store_wait(pendings: int) -> None:
@@ -427,36 +521,58 @@ def _store_wait(pendings: int) -> None:
     _pause("wait for copies out", lambda: warp.copies_out <= pendings)
 
 
-def _mma(a: View | Tensor, b: View, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Product:
+def _mma(
+    a: Slot | View | Tensor, b: View, acc: Tensor | Product, use_acc: bool = True, is_async: bool = False
+) -> Product:
     _pause("wgmma")
+    if isinstance(a, Slot):
+        a = a.reshape(list(a.data.shape))
     warp = Program.current.warp()
-    product = Product(a, b, acc, use_acc, checked=not (warp.idle and isinstance(a, View)))
+    idle = warp.idle and isinstance(a, View)
+    warp.idle = warp.idle and not idle
+    product = Product(a, b, acc, use_acc, checked=not idle)
     for slot in product.slots:
-        if slot.copies_in or slot.holds is None:
-            raise Fault(f"wgmma of {warp.name} reads {slot.name} before its copy")
+        if slot.copies_in or slot.holds is None or not slot.fenced:
+            raise Fault(f"wgmma of {warp.name} reads {slot.name} before its copy or a fence")
         slot.products += 1
     warp.products.append(product)
     return product
 
 
-def _mma_wait(pendings: int, deps: list[Product]) -> Tensor:
+def _mma_wait(pendings: int, deps: list[Product]) -> Any:
     _pause("wait for wgmma")
     warp = Program.current.warp()
     while len(warp.products) > pendings:
         warp.products.pop(0).finish(warp.name)
-    (product,) = deps
-    if product.value is None:
+    values = tuple(product.value for product in deps)
+    if any(value is None for value in values):
         raise Fault(f"{warp.name} waits for another product than it takes")
-    return product.value
+    return values[0] if len(values) == 1 else values
 
 
 def _fence() -> None:
     _pause("fence")
+    warps = Program.current.warps
     for slot in Program.current.slots:
-        slot.fenced = True
+        slot.fenced = slot.fenced or not warps or slot.writer == Program.current.warp().name
 
 
-def _named_barrier(text: str, *_: Any, **__: Any) -> Int32:
+def _assembly(text: str, _: str, operands: list[Any], **__: Any) -> Int32:
+    """A wait for a lock, its release behind all copies out, or a named barrier."""
+    if "ld.acquire.gpu" not in text and "st.release.gpu" not in text:
+        return _named_barrier(text)
+    address, number = operands
+    memory, offset = address.pointer.memory, address.pointer.offset
+    if "ld.acquire.gpu" in text:
+        _pause(f"wait for lock {int(offset)} to be {int(number)}", lambda: memory[offset] == number)
+    else:
+        warp = Program.current.warp()
+        _pause("release a lock", lambda: warp.arriving == 0 or "cp.async.bulk.wait_group 0;" not in text)
+        memory[offset] = number
+    return Int32(0)
+
+
+def _named_barrier(text: str) -> Int32:
     """`bar.sync` and `bar.arrive` of two warpgroups."""
     match = re.match(r"bar\.(sync|arrive) (\d+), 256;", text)
     if match is None:
@@ -465,7 +581,8 @@ def _named_barrier(text: str, *_: Any, **__: Any) -> Int32:
     _pause(match[0])
     program = Program.current
     standing, passed = program.standing.setdefault(barrier, {}), program.passed.setdefault(barrier, 0)
-    if program.warp().name in standing or kind in standing.values():
+    # On a grid both wait for each other, else in turn.
+    if program.warp().name in standing or (kind in standing.values() and program.grid is None):
         raise Fault(f"named barrier {barrier}: {program.warp().name}, {kind}, meets {standing}")
     standing[program.warp().name] = kind
     if len(standing) == 2:
@@ -487,19 +604,20 @@ def _allocate(dtype: str, shape: Sequence[int], layout: Any) -> Ring:
     return Ring(new)
 
 
-def _store(pointer: Pointer | Counter, values: Any, mask: Any) -> None:
+def _store(pointer: Pointer | Counter, values: Any, mask: Any = True) -> None:
     if isinstance(pointer, Counter):
         pointer.store(values, mask)
         return
     _pause("store")
+    mask = np.broadcast_to(mask, np.shape(pointer.offset))
     if not mask.any():
         return
     offsets = np.asarray(pointer.offset)[mask]
     if pointer.memory is None or offsets.min() < 0 or offsets.max() >= pointer.memory.size:
         raise Fault("a store is out of bounds")
-    if not np.isnan(pointer.memory[offsets]).all():
+    if pointer.memory.dtype == np.float32 and not np.isnan(pointer.memory[offsets]).all():
         raise Fault("a row is stored twice")
-    pointer.memory[offsets] = values[mask]
+    pointer.memory[offsets] = np.broadcast_to(values, mask.shape)[mask]
 
 
 def _exp2(values: Any) -> Any:
@@ -526,7 +644,7 @@ def _modules(multiprocessors: int) -> dict[str, Any]:
         **{name: getattr(np, name) for name in ("expand_dims", "sum", "log2", "floor", "abs")},
         **{
             f"{name}Layout": lambda *_: None
-            for name in ("NVMMADistributed", "DotOperand", "Slice", "Blocked", "SwizzledShared")
+            for name in ("NVMMADistributed", "NVMMAShared", "DotOperand", "Slice", "Blocked", "SwizzledShared")
         },
         max=lambda values, axis: values if isinstance(values, Int32) else np.max(values, axis),
         full=lambda shape, value, *_: Int32(value),
@@ -540,30 +658,34 @@ def _modules(multiprocessors: int) -> dict[str, Any]:
         minimum=_elementwise(min, np.minimum),
         static_range=range,
         zeros=lambda shape, *_: _tensor(np.zeros(shape, np.float32)),
-        arange=lambda start, end, layout: _tensor(np.arange(start, end)),
+        arange=lambda start, end, layout=None: _tensor(np.arange(start, end)),
         convert_layout=lambda values, layout: values,
         exp2=_exp2,
-        load=lambda pointer: pointer.load(),
+        load=lambda pointer, mask=True, other=0.0: pointer.load(mask, other),
+        pointer_type=lambda dtype: dtype,
+        cast=lambda value, dtype: int(value),
         store=_store,
         allocate_shared_memory=_allocate,
-        inline_asm_elementwise=_named_barrier,
+        inline_asm_elementwise=_assembly,
         warp_specialize=lambda functions, warps, registers: Program.current.run(functions),
     )
     hopper = SimpleNamespace(
         fence_async_shared=_fence,
         mbarrier=Barrier,
-        tma=SimpleNamespace(async_load=_copy_in, async_store=_copy_out, store_wait=_store_wait),
+        tma=SimpleNamespace(
+            async_load=_copy_in, async_store=_copy_out, async_atomic_add=_add_out, store_wait=_store_wait
+        ),
         warpgroup_mma=_mma,
         warpgroup_mma_wait=_mma_wait,
     )
-    # Only to import kernels in plain Triton.
-    pointers = SimpleNamespace(int32=None, int64=None, constexpr=None)
     gluon = SimpleNamespace(jit=lambda function: function, language=language)
     device = SimpleNamespace(multi_processor_count=multiprocessors)
     return {
         "torch": SimpleNamespace(cuda=SimpleNamespace(get_device_properties=lambda _: device)),
-        "triton": SimpleNamespace(jit=lambda function: function, language=pointers, cdiv=lambda a, b: -(-a // b)),
-        "triton.language": pointers,
+        "triton": SimpleNamespace(jit=lambda function: function, language=language, cdiv=lambda a, b: -(-a // b)),
+        "triton.language": language,
+        "triton._C.libtriton": SimpleNamespace(ir=None),
+        f"{GLUON}.language._core": SimpleNamespace(builtin=lambda function: function),
         "triton.experimental": SimpleNamespace(gluon=gluon),
         GLUON: gluon,
         f"{GLUON}.language.nvidia.hopper": hopper,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from variants import HOPPER_BACKWARD_GOLDEN
+from variants import HOPPER_BACKWARD_FUSED_GOLDEN, HOPPER_BACKWARD_GOLDEN
 
 from flashgen import descriptors, launch
 from flashgen.compile import launches
@@ -54,7 +54,9 @@ def test_what_is_remembered_does_not_grow_for_ever(monkeypatch) -> None:  # type
     assert len(made) > 8
 
 
-@pytest.mark.parametrize("variant", HOPPER_BACKWARD_GOLDEN, ids=lambda variant: variant.slug)
+@pytest.mark.parametrize(
+    "variant", (*HOPPER_BACKWARD_GOLDEN, *HOPPER_BACKWARD_FUSED_GOLDEN), ids=lambda variant: variant.slug
+)
 def test_every_kernel_of_a_backward_gets_its_arguments(variant: Variant) -> None:
     spec = variant.spec
     lengths = {"q": (6, 100, spec.head_dim), "k": (2, 50, spec.head_dim), "v": (2, 50, spec.head_dim_v)}
@@ -71,12 +73,15 @@ def test_every_kernel_of_a_backward_gets_its_arguments(variant: Variant) -> None
         constants = [name for name in each.options if name.isupper()]
         assert len(taken) + len(each.sizes) + len(constants) == len(parameters)
         for parameter, argument in zip(parameters, taken, strict=False):
-            name = parameter.name.lower().removesuffix("_desc")
+            name = launch._argument(parameter.name)
             if not parameter.name.endswith("_desc"):
                 assert argument is given[name]
                 continue
             assert isinstance(argument, Described) and argument.base is given[name]
-            if name == "workspace":
+            if parameter.name == "sums_desc":
+                assert argument.shape == [launch.workspace_size(variant, q) // 256, 256]
+                assert argument.strides == [256, 1]
+            elif name == "workspace":
                 assert (argument.shape, argument.strides) == ([36, 128], [128, 1])
             else:
                 tensor = dict(zip(launch.LAID_OUT["backward"], tensors, strict=True))[name]

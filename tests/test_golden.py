@@ -17,7 +17,15 @@ from pathlib import Path
 
 import pytest
 from rendered import FOLDER, assert_formatted_and_clean, assert_golden
-from variants import BACKWARD_GOLDEN, GOLDEN, HOPPER_BACKWARD_GOLDEN, HOPPER_GOLDEN, compiled_hash, variant
+from variants import (
+    BACKWARD_GOLDEN,
+    GOLDEN,
+    HOPPER_BACKWARD_FUSED_GOLDEN,
+    HOPPER_BACKWARD_GOLDEN,
+    HOPPER_GOLDEN,
+    compiled_hash,
+    variant,
+)
 
 from flashgen.compile import compile_resources
 from flashgen.families import Variant
@@ -49,9 +57,8 @@ def test_text_is_the_golden_file(golden: Variant, request: pytest.FixtureRequest
 
 
 def test_no_golden_file_is_left_over() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {
-        golden.slug for golden in (*GOLDEN, *BACKWARD_GOLDEN, *HOPPER_GOLDEN, *HOPPER_BACKWARD_GOLDEN)
-    }
+    known = (*GOLDEN, *BACKWARD_GOLDEN, *HOPPER_GOLDEN, *HOPPER_BACKWARD_GOLDEN, *HOPPER_BACKWARD_FUSED_GOLDEN)
+    assert {path.stem for path in FOLDER.glob("*.py")} == {golden.slug for golden in known}
 
 
 def test_every_text_is_formatted_and_clean(tmp_path: Path) -> None:

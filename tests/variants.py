@@ -7,6 +7,7 @@ import hashlib
 from flashgen.compile import compile_kernel, compile_resources, kernel_resources
 from flashgen.families import FAMILIES, Variant
 from flashgen.families.hopper_bwd import HOPPER_BWD
+from flashgen.families.hopper_bwd_fused import HOPPER_BWD_FUSED
 from flashgen.families.hopper_fwd import HOPPER_FWD
 from flashgen.hardware import Gpu
 from flashgen.resources import Resources
@@ -105,3 +106,21 @@ HOPPER_BACKWARD_GOLDEN = (
 def hopper_backward_resources(which: int, gpu: Gpu) -> tuple[Resources, ...]:
     """What a golden file of `hopper_bwd` compiles to."""
     return compile_resources(HOPPER_BACKWARD_GOLDEN[which], gpu)
+
+
+def hopper_backward_fused(spec: Spec, *numbers: int) -> Variant:
+    """A variant of `hopper_bwd_fused`, its choices in their order."""
+    return Variant(HOPPER_BWD_FUSED, spec, Config(**dict(zip(HOPPER_BWD_FUSED.choices, numbers, strict=True))))
+
+
+HOPPER_BACKWARD_FUSED_GOLDEN = (
+    hopper_backward_fused(Spec("backward", dtype="bf16", causal="bottom_right"), 0, 1, 1, 0, 0),
+    hopper_backward_fused(Spec("backward", dtype="bf16"), 0, 1, 1, 0, 1),
+    hopper_backward_fused(Spec("backward", 64, 64, "fp16"), 1, 0, 0, 1, 1),
+    hopper_backward_fused(Spec("backward", 72, 40, "fp16", "top_left"), 1, 1, 1, 1, 0),
+)
+
+
+def hopper_backward_fused_resources(which: int, gpu: Gpu) -> tuple[Resources, ...]:
+    """What a golden file of `hopper_bwd_fused` compiles to."""
+    return compile_resources(HOPPER_BACKWARD_FUSED_GOLDEN[which], gpu)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from flashgen.errors import UnknownNameError, did_you_mean
 from flashgen.families.family import Family, Variant
 from flashgen.families.hopper_bwd import HOPPER_BWD
+from flashgen.families.hopper_bwd_fused import HOPPER_BWD_FUSED
 from flashgen.families.hopper_fwd import HOPPER_FWD
 from flashgen.families.triton_bwd import TRITON_BWD
 from flashgen.families.triton_fwd import TRITON_FWD
 from flashgen.spec import Op
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (HOPPER_FWD, TRITON_FWD, HOPPER_BWD, TRITON_BWD)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (HOPPER_FWD, TRITON_FWD, HOPPER_BWD_FUSED, HOPPER_BWD, TRITON_BWD)
+}
 
 
 def families_of(op: Op) -> tuple[Family, ...]:
