@@ -142,7 +142,7 @@ def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], not
     refusals: list[str] = []
     op = "" if spec.op == "forward" else f" --op {spec.op}"
     hint = f"run `flashgen tune --gpu auto --head-dim {spec.head_dim}{op}` there"
-    for candidate in sorted(candidates, key=lambda each: each.least_seq_q > bucket.seq_q):
+    for candidate in sorted(candidates, key=lambda each: each.least_pairs > bucket.seq_q * bucket.seq_kv):
         config = candidate.default(spec, gpu)
         rejection = candidate.refuses(spec, config, gpu)
         if rejection is None:

@@ -140,12 +140,12 @@ def test_blocks_stay_as_many_as_a_multiprocessor_holds(consumers: int, resident:
     assert programs == (132 * resident if schedule else 8 * 16 * 2048 // (64 * consumers))
 
 
-def test_packing_is_pointless_without_groups() -> None:
+def test_not_packing_is_pointless_without_groups() -> None:
     problems = [Problem(1, 16, 16, 512, 512), Problem(1, 24, 8, 512, 512)]
     some = HOPPER_FWD.worth_trying(problems).space(Spec(), H200)
     assert 2 * len(some.usable) == len(HOPPER_FWD.space(Spec(), H200).usable)
-    assert not any(config["pack"] for config in some.usable)
-    assert any(refused.kind == "pointless" and "pack=1" in refused.reason for _, refused in some.rejected)
+    assert all(config["pack"] for config in some.usable) and HOPPER_FWD.default(Spec(), H200) in some.usable
+    assert any(refused.kind == "pointless" and "pack=0" in refused.reason for _, refused in some.rejected)
     grouped = HOPPER_FWD.worth_trying([*problems, Problem(1, 32, 8, 512, 512)])
     assert grouped.space(Spec(), H200) == HOPPER_FWD.space(Spec(), H200)
 

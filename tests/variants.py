@@ -80,7 +80,9 @@ HOPPER_GOLDEN = (
     hopper(Spec(head_dim=72, head_dim_v=40, dtype="fp16", causal="bottom_right"), 2, 128, 2, 2, 0, 1, 0),
     hopper(Spec(head_dim=64, head_dim_v=64, dtype="bf16", causal="bottom_right"), 1, 128, 2, 2, 0, 0, 0, resident=2),
     hopper(Spec(head_dim=64, head_dim_v=64, dtype="bf16"), 1, 64, 2, 1, 1, 0, 0, resident=3),
-    hopper(Spec(dtype="fp16", causal="bottom_right"), 1, 64, 2, 1, 1, 0, 0, resident=2, pack=1),
+    hopper(
+        Spec(head_dim=64, head_dim_v=64, dtype="fp16", causal="bottom_right"), 1, 64, 2, 1, 1, 0, 0, resident=2, pack=1
+    ),
 )
 
 

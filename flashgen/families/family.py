@@ -53,7 +53,7 @@ class Family:
         aligned: whether it takes only tensors whose rows start on 16-byte boundaries and whose strides are positive.
         by_hand: whether copies and products overlap as the template has ordered them, not as a compiler likes it; one
             that spills in the loop, serialises its products or takes P apart has undone that.
-        least_seq_q: where nobody tuned and several families could serve, it comes last for shorter sequences.
+        least_pairs: where nobody tuned and several families could serve, it comes last for fewer pairs of row and key.
         pointless: why a config does on these problems what another does, which is reason not to try it; or None.
         derived: what else the template may name, where its structure depends on more than a spec says.
     """
@@ -68,7 +68,7 @@ class Family:
     kernels: Mapping[str, tuple[str, ...]]
     aligned: bool = False
     by_hand: bool = False
-    least_seq_q: int = 1
+    least_pairs: int = 1
     pointless: Callable[[Config, Sequence[Problem]], str | None] = lambda config, problems: None
     derived: Callable[[Spec], Mapping[str, object]] = lambda spec: {}
 

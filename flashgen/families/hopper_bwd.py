@@ -120,7 +120,7 @@ HOPPER_BWD = Family(
     },
     aligned=True,
     by_hand=True,
-    least_seq_q=256,
+    least_pairs=256**2,
     # Wide heads: dK first, which needs most.
     derived=lambda spec: {"gluon_dtype": GLUON_DTYPES[spec.dtype], "passes": passes(spec)[::-1]},
 )

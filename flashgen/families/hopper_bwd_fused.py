@@ -97,6 +97,6 @@ HOPPER_BWD_FUSED = Family(
     kernels={"delta_kernel": ("ahead",), "gradients_kernel": tuple(CHOICES), "convert_kernel": ()},
     aligned=True,
     by_hand=True,
-    least_seq_q=256,
+    least_pairs=256**2,
     derived=lambda spec: {"gluon_dtype": GLUON_DTYPES[spec.dtype], "width": width(spec), "block_q": block_q(spec)},
 )
