@@ -13,8 +13,8 @@ from flashgen.errors import InputError, UnsupportedError
 from flashgen.spec import DTYPE_NAMES, Causal, Layout, Problem, Spec
 
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Normal fp32 numbers, with room for the factor log2(e).
-MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
+# Normal fp32 numbers with room for the factor log2(e), and for a log-sum-exp in units of scores before their scale.
+MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**126
 
 
 def causal_from(value: object) -> Causal:
