@@ -58,13 +58,6 @@ def _registers_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
 MOST_REGISTERS = 208
 
 
-def _unsteady(spec: Spec, config: Config, gpu: Gpu) -> str | None:
-    """Seen on an H200 with Triton 3.6, in 135 of 3,000 results of head_dim 256; why is not known."""
-    if len(passes(spec)) == 2 and spec.causal != "none":
-        return "a causal mask over heads as wide as these gave other bits in 4 % of launches"
-    return None
-
-
 def _shared_memory_broken(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     needs = {"dkdv_kernel": _dkdv_shared_memory(spec, config), "dq_kernel": _dq_shared_memory(spec, config)}
     for kernel, low in needs.items():
@@ -108,7 +101,6 @@ def default(spec: Spec, gpu: Gpu) -> Config:
 RULES = (
     Rule("capability", capability_rule),
     Rule("inputs", inputs_rule),
-    Rule("repeatability", _unsteady),
     Rule("registers", _registers_broken),
     Rule("shared memory", _shared_memory_broken),
 )

@@ -68,9 +68,9 @@ def test_every_usable_config_of_a_corner_of_the_space(family: Family, head_dim: 
     """Two dozen, spread over the space; all of a smaller one."""
     spec, gpu = Spec("backward", head_dim, head_dim, "fp16", "bottom_right"), current_gpu()
     space = family.space(spec, gpu).usable
-    variants = [Variant(family, spec, config) for config in space[:: -(-len(space) // 24)][part::4]]
+    variants = [Variant(family, spec, config) for config in space[:: max(1, -(-len(space) // 24))][part::4]]
     if not variants:
-        pytest.skip(f"{family.name} has {len(space)} configs here, in the parts before this one")
+        pytest.skip(f"{family.name} has {len(space)} configs here, none in this part")
     for variant in variants:
         if max(used.shared for used in compile_resources(variant, gpu)) <= gpu.shared_per_block:
             assert_accurate(variant)
