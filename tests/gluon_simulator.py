@@ -236,6 +236,8 @@ class Slot:
         self.holds: str | None = None
         self.products = self.copies_in = self.copies_out = 0
         self.reads: dict[str, int] = {}
+        # Warps whose loads of it may still be under way: until a product takes what they make of them.
+        self.loading: set[str] = set()
         self.fenced, self.writer = True, ""
 
     def reshape(self, shape: list[int]) -> View:
@@ -254,6 +256,8 @@ class Slot:
         if self.products or self.copies_in or self.copies_out:
             users = (self.products, self.copies_in, self.copies_out)
             raise Fault(f"{why}: {self.name} is in use by {users} products, copies in and copies out")
+        if self.loading:
+            raise Fault(f"{why}: {self.name} is still being loaded by {self.loading}")
 
     def check_read(self, why: str) -> None:
         """Consumers read a block that streams as often as the kernel says, or skip it, and others at least once."""
@@ -289,6 +293,7 @@ class View:
         if self.slot.copies_in or self.slot.holds is None:
             raise Fault(f"{reader} loads {self.slot.name} before its copy")
         self.slot.reads[reader] = self.slot.reads.get(reader, 0) + 1
+        self.slot.loading.add(reader)
         return _tensor(self.values.copy())
 
     def store(self, values: np.ndarray) -> None:
@@ -530,6 +535,9 @@ def _mma(
     warp = Program.current.warp()
     idle = warp.idle and isinstance(a, View)
     warp.idle = warp.idle and not idle
+    if not isinstance(a, View) or (use_acc and not isinstance(acc, Product)):
+        for slot in Program.current.slots:
+            slot.loading.discard(warp.name)
     product = Product(a, b, acc, use_acc, checked=not idle)
     for slot in product.slots:
         if slot.copies_in or slot.holds is None or not slot.fenced:

@@ -21,7 +21,7 @@ CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
 SCALE = 0.3
 LAUNCHES = 4
 # Launches in which a seeded bug must show.
-BUG_LAUNCHES = 40
+BUG_LAUNCHES = 150
 # How often a consumer reads each block that streams, by launch.
 BOTH = {"q_desc": 2, "do_desc": 2, "workspace_desc": 1}
 DK_ALONE = {"q_desc": 2, "do_desc": 1, "workspace_desc": 1}
@@ -141,6 +141,20 @@ def test_every_interleaving_gives_the_right_gradients(causal: Causal, wide: bool
     ("wide", "right", "wrong"),
     [
         pytest.param(
+            True,
+            "        dk = warpgroup_mma(ds, q_ring.index(last)",
+            "        mbarrier.arrive(do_empty.index((step - 1) % DO_STAGES), count=1)\n"
+            "        dk = warpgroup_mma(ds, q_ring.index(last)",
+            id="do released while its deltas are loaded",
+        ),
+        pytest.param(
+            True,
+            "        dv = warpgroup_mma(p, do_ring.index(last)",
+            "        mbarrier.arrive(q_empty.index((step - 1) % Q_STAGES), count=1)\n"
+            "        dv = warpgroup_mma(p, do_ring.index(last)",
+            id="q released while its log-sum-exps are loaded",
+        ),
+        pytest.param(
             False,
             "mbarrier.wait(q_empty.index(q_slot), step // Q_STAGES & 1 ^ 1)",
             "pass",
@@ -201,8 +215,8 @@ def test_every_interleaving_gives_the_right_gradients(causal: Causal, wide: bool
         pytest.param(False, "head // group, key", "head % group, key", id="heads of k and v"),
         pytest.param(
             True,
+            "mbarrier.arrive(q_empty.index((step - 1) % Q_STAGES), count=1)",
             "mbarrier.arrive(q_empty.index(q_slot), count=1)",
-            "mbarrier.arrive(q_empty.index(last), count=1)",
             id="q of dv released in another place",
         ),
         pytest.param(
@@ -216,11 +230,28 @@ def test_every_interleaving_gives_the_right_gradients(causal: Causal, wide: bool
     ],
 )
 def test_seeded_bugs_are_caught(wide: bool, right: str, wrong: str) -> None:
-    variant = _variant("bottom_right", wide, 64, 3, 2, 64, 3, 2)
-    text = render(variant)
-    assert right in text
-    chance = random.Random(variant.slug)
-    assert any(_wrong(variant, text.replace(right, wrong), chance) for _ in range(BUG_LAUNCHES))
+    # Short rings are soon full, so that what is released too early is soon copied over.
+    variants = [
+        _variant("bottom_right", wide, 64, *rings, 64, 3, 2) for rings in ([(2, 1), (2, 2)] if wide else [(3, 2)])
+    ]
+    texts = [render(variant) for variant in variants]
+    assert all(right in text for text in texts)
+    chance = random.Random(variants[0].slug)
+    assert any(
+        _wrong(variant, _spoilt(text, right, wrong), chance)
+        for _ in range(BUG_LAUNCHES)
+        for variant, text in zip(variants, texts, strict=True)
+    )
+
+
+def _spoilt(text: str, right: str, wrong: str) -> str:
+    """The text with a bug; what it releases earlier it does not release again."""
+    bad = text.replace(right, wrong)
+    if "arrive(" not in wrong or "arrive(" in right:
+        return bad
+    line = next(line for line in wrong.splitlines(keepends=True) if "arrive(" in line)
+    first, rest = bad.split(line, 1)
+    return first + line + rest.replace(line, "", 1)
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
