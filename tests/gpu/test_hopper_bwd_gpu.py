@@ -198,3 +198,20 @@ def test_a_small_size_against_float64_beside_the_large_ones(family: Family) -> N
             launch(*low, lse.detach().float(), do, None, *results, workspace, 128**-0.5)
             for mine, wanted in zip(results, exact, strict=True):
                 assert (mine.double() - wanted).abs().max() <= 2**-6 * wanted.abs().max(), variant.slug
+
+
+@both_masks
+def test_a_replayed_graph_gives_the_same_bits(family: Family, causal: Causal) -> None:
+    """Tickets and locks are zero again at each replay, and all programs of a cooperative launch run at once."""
+    for variant in variants(family, 128, causal):
+        run, results = call(variant, Problem(1, 8, 8, 2000, 2000))
+        run()
+        first = [each.clone() for each in results]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        for _ in range(3):
+            poisoned(results)
+            graph.replay()
+            assert all(map(torch.equal, results, first)), variant.slug
