@@ -201,7 +201,7 @@ def test_show_says_which_kernel_and_why(home: Path) -> None:
 
 def test_show_the_kernel_of_gradients(home: Path) -> None:
     shown = run("show", "--gpu", "h200", "--head-dim", "128", "--op", "backward", "--seq", "2048")
-    assert shown.code == 0 and shown.out.startswith("triton_bwd_d128_bf16_dkdv_"), shown
+    assert shown.code == 0 and shown.out.startswith("hopper_bwd_fused_d128_bf16_"), shown
     assert "measured: exactly this bucket (seq_q 2048, seq_kv 2048)" in shown.out
     untuned = run("show", "--gpu", "a10", "--head-dim", "128", "--op", "backward")
     assert "nobody tuned backward d128_bf16" in untuned.out

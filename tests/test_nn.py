@@ -139,7 +139,7 @@ def test_sizes_that_are_none(name: str, value: Any) -> None:
 
 KV_HEADS = "Choose kv_heads among the divisors of heads."
 HEAD_DIM = "Use more heads, or pass a smaller head_dim."
-SCALE = "the scale of torch.float32 inputs must be 0 or between 1.18e-38 and 8.51e+37 in size, but got "
+SCALE = "the scale of torch.float32 inputs must be 0 or between 7.89e-31 and 8.51e+37 in size, but got "
 CAUSES = "causal must be False, True, 'bottom_right' or 'top_left', but got "
 
 
