@@ -46,17 +46,36 @@ def sample(call: Callable[[], object], *, warmup_ms: int = 10, repeat_ms: int = 
     return [1000.0 * time for time in times]
 
 
+def balanced_orders(count: int) -> list[list[int]]:
+    """Orders in which each of `count` subjects directly follows each other one equally often.
+
+    As many orders as subjects, twice as many of an odd number (Williams 1949, designs balanced for residual effects).
+    """
+    zigzag = [(step + 1) // 2 if step % 2 else -(step // 2) for step in range(count)]
+    orders = [[(place + shift) % count for place in zigzag] for shift in range(count)]
+    return orders + [order[::-1] for order in orders] if count % 2 and count > 1 else orders
+
+
 def interleaved(
-    calls: Mapping[str, Callable[[], object]], *, rounds: int = 3, seed: int = 0, repeat_ms: int = 30
+    calls: Mapping[str, Callable[[], object]], *, rounds: int | None = None, seed: int = 0, repeat_ms: int = 30
 ) -> dict[str, Measurement]:
-    """Measure several calls in shuffled rounds, so that drifting clocks and the order favour none of them."""
-    order = random.Random(seed)
+    """Measure several calls in turns, in rounds of other orders; as many as the balanced orders are, if not said.
+
+    A kernel leaves its successor a hot or a cool GPU. Of two runs on an H200, each with three orders for all problems,
+    one had a peer follow slower kernels only: it was 6 % faster there, where the others stayed within 2 %.
+    """
+    chance = random.Random(seed)
+    names = list(calls)
+    chance.shuffle(names)
+    orders = balanced_orders(len(names))
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        names = list(calls)
-        order.shuffle(names)
-        for name in names:
-            times[name] += sample(calls[name], repeat_ms=repeat_ms)
+    deck: list[list[int]] = []
+    for _ in range(len(orders) if rounds is None else rounds):
+        if not deck:
+            deck = orders.copy()
+            chance.shuffle(deck)
+        for place in deck.pop():
+            times[names[place]] += sample(calls[names[place]], repeat_ms=repeat_ms)
     return {name: Measurement.of(values) for name, values in times.items()}
 
 

@@ -50,14 +50,16 @@ class Row:
         return self.spec.slug if self.work == "forward" else f"{self.work} {self.spec.slug}"
 
 
-def compare(spec: Spec, problem: Problem, names: tuple[str, ...], rounds: int = 3, work: Work = "forward") -> list[Row]:
+def compare(
+    spec: Spec, problem: Problem, names: tuple[str, ...], rounds: int | None = None, work: Work = "forward"
+) -> list[Row]:
     """Measure implementations on one problem, interleaved; one that fails or runs out of memory is a row that says so.
 
     Args:
         spec: what the forward computes; causal alignments coincide only where seq_q = seq_kv, so that must hold.
         problem: the sizes.
         names: keys of PEERS.
-        rounds: shuffled rounds of measurement.
+        rounds: of measurement; None for as many as it takes that each follows each other one equally often.
         work: what is timed.
 
     Raises:

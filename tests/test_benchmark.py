@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashgen import benchmark
-from flashgen.benchmark import Measurement, flops, inputs, interleaved
+from flashgen.benchmark import Measurement, balanced_orders, flops, inputs, interleaved
 from flashgen.reference import visible_keys
 from flashgen.spec import TORCH_DTYPES, Problem, Spec
 
@@ -59,7 +59,7 @@ def test_inputs_are_random_and_repeatable(dtype: str) -> None:
     assert not torch.equal(inputs(spec, problem, "cpu", seed=1)[0], q)
 
 
-def _turns(monkeypatch: pytest.MonkeyPatch, rounds: int, seed: int) -> tuple[list[str], dict[str, Measurement]]:
+def _turns(monkeypatch: pytest.MonkeyPatch, rounds: int | None, seed: int) -> tuple[list[str], dict[str, Measurement]]:
     """The order of the calls, and their measurements where the n-th call of all takes n microseconds."""
     order: list[str] = []
 
@@ -82,6 +82,22 @@ def test_every_round_measures_all_in_another_order(monkeypatch: pytest.MonkeyPat
     for name, measurement in measured.items():
         own = [float(place) for place, turn in enumerate(order, 1) if turn == name for _ in range(5)]
         assert measurement == Measurement.of(own) and measurement.samples == 30
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7])
+def test_each_follows_each_other_one_equally_often(count: int) -> None:
+    orders = balanced_orders(count)
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    followed = Counter(pair for order in orders for pair in zip(order, order[1:], strict=False))
+    assert len(followed) == count * (count - 1) and len(set(followed.values())) <= 1
+    assert Counter(order[0] for order in orders) == dict.fromkeys(range(count), len(orders) // count)
+
+
+def test_all_balanced_orders_if_rounds_are_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, _ = _turns(monkeypatch, None, 3)
+    rounds = [order[start : start + 5] for start in range(0, len(order), 5)]
+    followed = Counter(pair for turn in rounds for pair in zip(turn, turn[1:], strict=False))
+    assert len(rounds) == 10 and set(followed.values()) == {2} and len(followed) == 20
 
 
 def test_no_place_is_always_somebodys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,9 @@ from flashgen.report import comparison_table, stderr_console, stdout_console
     show_default=True,
     help=f"Which to run, of {', '.join(PEERS)}; fa3 and fa4 are packages of their own.",
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Shuffled rounds of timing.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), help="Of timing; default: until each peer has followed each other."
+)
 @click.option("--memory", is_flag=True, help="Print peak memory too.")
 @click.option(
     "--host", is_flag=True, help="Print the CPU time of one eager call too, with its backward unless --op forward."
