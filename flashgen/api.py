@@ -45,7 +45,7 @@ def attention(
         k: [batch, kv_heads, seq_kv, head_dim]; query head h reads key head h // (heads // kv_heads).
         v: [batch, kv_heads, seq_kv, head_dim_v].
         causal: True or "bottom_right" shows row i the keys j <= i + (seq_kv - seq_q); "top_left" j <= i.
-        scale: multiplies the scores; default head_dim ** -0.5. Used as given: 0, negative, any that fp32 can hold.
+        scale: multiplies the scores; default head_dim ** -0.5. Used as given: 0, or from 2**-100 to 2**126 in size.
         layout: "bshd" for tensors [batch, seq, heads, head_dim]; the output has the inputs' layout.
         return_lse: return (output, lse) with the natural log-sum-exp of the scores, fp32 [batch, heads, seq_q].
         family: run this kernel family or raise; None chooses, and `flashgen.explain` says how.

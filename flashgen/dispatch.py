@@ -88,8 +88,8 @@ def attend(
             raise RuntimeError("a tensor has no memory of its own")
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, (q_pointer | k_pointer | v_pointer) & 15, causal, layout, return_lse, family,
-            q.dtype is torch.float32 and tf32_allowed(),
+            q.device, k.device, v.device, q_pointer & 15, k_pointer & 15, v_pointer & 15, causal, layout, return_lse,
+            family, q.dtype is torch.float32 and tf32_allowed(),
         )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):

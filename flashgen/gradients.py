@@ -78,7 +78,7 @@ def gradients(
         q.stride(), k.stride(), v.stride(), o.stride(), do.stride(),
         q.dtype, k.dtype, v.dtype, o.dtype, do.dtype, lse.dtype,
         q.device, k.device, v.device, o.device, do.device, lse.device,
-        (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()) & 15,
+        q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, o.data_ptr() & 15, do.data_ptr() & 15,
         None if dlse is None else (dlse.shape, dlse.device), causal, layout,
         q.dtype is torch.float32 and tf32_allowed(),
     )  # fmt: skip

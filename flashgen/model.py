@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flashgen.families import Variant
 from flashgen.families.family import Tile
+from flashgen.families.hopper_fwd import packed_heads
 from flashgen.hardware import Gpu
 from flashgen.queueing import round_trip
 from flashgen.resources import Resources
@@ -110,10 +111,9 @@ def _loop_us(tile: Tile, spec: Spec, resources: Resources, problem: Problem, gpu
     return clocks / (gpu.clock_ghz * 1e3)
 
 
-def _blocks(tile: Tile, problem: Problem, pack: int = 0) -> int:
-    """How many blocks a call has, at least one; with `pack`, heads that share a K/V head share them."""
+def _blocks(tile: Tile, problem: Problem, packed: int = 1) -> int:
+    """How many blocks a call has, at least one; `packed` heads share them."""
     length, heads = (problem.seq_q, problem.heads) if tile.stays == "q" else (problem.seq_kv, problem.kv_heads)
-    packed = heads // max(1, problem.kv_heads) if pack else 1
     return max(1, math.ceil(length * packed / tile.block) * problem.batch * (heads // max(1, packed)))
 
 
@@ -124,7 +124,7 @@ def _hand_us(variant: Variant, tile: Tile, resources: Resources, problem: Proble
     issue, resident = work.issue * tile.num_warps / SCHEDULERS, variant.config.get("resident", 1)
     clocks = resident * HAND_CLOCK * max((work.tensor**BLEND + issue**BLEND) ** (1 / BLEND), work.shared)
     own = HAND_TILE + HAND_WIDTH * tile.kept + (0.0 if variant.config.get("schedule") else HAND_START)
-    per_sm = _blocks(tile, problem, variant.config.get("pack", 0)) / gpu.num_sms / resident
+    per_sm = _blocks(tile, problem, packed_heads(variant.config, problem)) / gpu.num_sms / resident
     # Without a mask all tiles take as long: the last round is a whole one.
     rounds = math.ceil(per_sm) if variant.spec.causal == "none" else per_sm
     return float(max(rounds * (mean * clocks + own), longest * clocks + own) / (gpu.clock_ghz * 1e3))

@@ -28,7 +28,7 @@ def causal_from(value: object) -> Causal:
 
 
 def check_scale(scale: object, dtype: torch.dtype) -> None:
-    """Refuse a softmax scale that is no finite number, or that fp32, in which scores are held, cannot express.
+    """Refuse a softmax scale that is no finite number, or out of the range in which fp32 holds all that kernels need.
 
     None means head_dim ** -0.5.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def test_every_round_measures_all_in_another_order(monkeypatch: pytest.MonkeyPat
 def test_each_follows_each_other_one_equally_often(count: int) -> None:
     orders = balanced_orders(count)
     assert all(sorted(order) == list(range(count)) for order in orders)
-    followed = Counter(pair for order in orders for pair in zip(order, order[1:], strict=False))
+    followed = Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert len(followed) == count * (count - 1) and len(set(followed.values())) <= 1
     assert Counter(order[0] for order in orders) == dict.fromkeys(range(count), len(orders) // count)
 
@@ -96,7 +97,7 @@ def test_each_follows_each_other_one_equally_often(count: int) -> None:
 def test_all_balanced_orders_if_rounds_are_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
     order, _ = _turns(monkeypatch, None, 3)
     rounds = [order[start : start + 5] for start in range(0, len(order), 5)]
-    followed = Counter(pair for turn in rounds for pair in zip(turn, turn[1:], strict=False))
+    followed = Counter(pair for turn in rounds for pair in itertools.pairwise(turn))
     assert len(rounds) == 10 and set(followed.values()) == {2} and len(followed) == 20
 
 

@@ -44,6 +44,17 @@ def test_a_descriptor_is_made_once_for_every_address() -> None:
     assert made == [(0, q.data_ptr()), (1, k.data_ptr()), (0, k.data_ptr()), (1, q.data_ptr())]
 
 
+def test_what_is_no_descriptor_goes_as_it_is() -> None:
+    made, make = _counting()
+    q, workspace = torch.zeros(2, 4), torch.zeros(3)
+    described = descriptors._remembering(make, [None, ([2, 4], [4, 1]), None, ([3], [1])])  # type: ignore[arg-type]
+    taken = described(0.5, q, workspace, workspace)
+    assert taken[0] == 0.5 and taken[6] is workspace
+    assert taken[1:6] == [q.data_ptr(), 2, 4, 4, 1] and taken[7:] == [workspace.data_ptr(), 3, 1]
+    # Descriptors are numbered among themselves.
+    assert made == [(0, q.data_ptr()), (1, workspace.data_ptr())]
+
+
 def test_what_is_remembered_does_not_grow_for_ever(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     made, make = _counting()
     monkeypatch.setattr(descriptors, "MAX_REMEMBERED", 3)

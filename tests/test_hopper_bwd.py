@@ -108,7 +108,7 @@ def test_golden_file_compiles(which: int, workers: Workers) -> None:
     assert HOPPER_BWD.refuses(spec, config, H200) is None
     outcome = workers.outcome(workers.submit(PATIENCE, hopper_backward_resources, which, H200))
     rejection = judge(golden, H200, outcome)
-    if triton.__version__ >= "3.9" and spec.dtype == "bf16":
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) and spec.dtype == "bf16":
         # The causal ones of these widths; a tuner refuses them there.
         assert rejection is not None and "spilled registers in the loop" in rejection.reason
         return

@@ -86,8 +86,9 @@ def bench_command(as_json: bool, **given: Any) -> None:
             out.print(comparison_table(rows, memory=True))
         if cost is not None:
             ratio = cost.flashgen_us / cost.sdpa_us
+            what = "one call" if given["op"] == "forward" else "one call and its backward"
             out.print(
-                f"CPU time of one call: flashgen {cost.flashgen_us:.1f} us, SDPA {cost.sdpa_us:.1f} us ({ratio:.2f}x)"
+                f"CPU time of {what}: flashgen {cost.flashgen_us:.1f} us, SDPA {cost.sdpa_us:.1f} us ({ratio:.2f}x)"
             )
     if given["plot_path"] is not None:
         plot(rows, given["plot_path"], f"{gpu.label}, torch {torch.__version__}")

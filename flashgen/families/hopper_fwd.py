@@ -127,7 +127,7 @@ def tiles(spec: Spec, config: Config) -> tuple[Tile, ...]:
 def packed_heads(config: Config, problem: Problem) -> int:
     """How many heads share a tile."""
     group = problem.heads // max(1, problem.kv_heads)
-    return group if config["pack"] and group in GROUPS else 1
+    return group if config.get("pack") and group in GROUPS else 1
 
 
 def _pointless(config: Config, problems: Sequence[Problem]) -> str | None:

@@ -226,6 +226,19 @@ def test_unaligned_storage_in_either_order(which: int, aligned_first: bool) -> N
         assert_close(gradients_of(flash(), tensors[:3], tensors[3]), tensors[:3], tensors[3])
 
 
+def test_an_unaligned_copy_and_an_unaligned_tensor_are_two_kinds_of_call() -> None:
+    """A strided dO is copied to where rows are aligned; an unaligned q stays where it is, whatever was bound before."""
+    flashgen.forget()
+    q, k, v, wide = draw(1, 2, 512, 64), draw(1, 2, 512, 64), draw(1, 2, 512, 64), draw(1 + 2 * 512 * 128)
+    strided = wide[1:].view(1, 2, 512, 128)[..., ::2]
+    shifted = torch.cat([q.new_zeros(1), q.flatten()])[1:].view(q.shape)
+    for inputs, do in (((q, k, v), strided), ((shifted, k, v), wide[:-1].view(1, 2, 512, 128)[..., ::2])):
+        assert_close(gradients_of(flash(), inputs, do), inputs, do)
+    for inputs in ((wide[1:].view(1, 2, 512, 128)[..., ::2], k, v), (q, shifted, v)):
+        plain_o, _ = plain_attention(*(each.double() for each in inputs))
+        assert max_error(flashgen.attention(*inputs), plain_o) < 0.01  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 1, 1e-3, 3.0, -1e-20])
 @pytest.mark.parametrize("causal", [False, True])
 def test_scales_are_used_as_given(grouped: list[Tensor], scale: float, causal: bool) -> None:
