@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from flashgen.workers import Workers
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -34,3 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("gpu")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    """Child processes that compile."""
+    with Workers(2) as pool:
+        yield pool

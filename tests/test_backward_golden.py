@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,12 +80,6 @@ def test_text_stands_alone(golden: Variant) -> None:
     imported = {node.names[0].name for node in ast.walk(ast.parse(render(golden))) if isinstance(node, ast.Import)}
     assert imported == {"triton", "triton.language"}
     assert "import flashgen" not in render(golden)
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.arch)

@@ -194,8 +194,7 @@ def test_one_of_two_dtypes_is_usable(home: Path, tmp_path: Path) -> None:
     command = ("tune", "--gpu", "t4", "--head-dim", "16", "--dtype", "bf16,fp16", "--causal", "false", "--seq", "512")
     ended = run(*command, "--trials", "1", *LONG, "--output", path)
     assert ended.code == 0, ended.err
-    assert "no candidate is usable for d16_bf16 on t4: " in ended.err
-    assert "t4 (sm_75) has no bf16 arithmetic" in ended.err and "written for sm_90" in ended.err
+    assert "no candidate is usable for d16_bf16 on t4: t4 (sm_75) has no bf16 arithmetic" in ended.err
     assert [entry.spec.slug for entry in store.read(path, "t4").entries] == ["d16_fp16"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -184,12 +183,6 @@ def test_accumulators_must_fit_into_registers() -> None:
 def test_configs_from_outside_are_checked() -> None:
     with pytest.raises(InputError, match="block_q=48"):
         TRITON_FWD.config({**variant(Spec()).config, "block_q": 48})
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(2) as pool:
-        yield pool
 
 
 ONE_GPU_PER_ARCH = {gpu.arch: gpu for gpu in KNOWN_GPUS.values() if gpu.sm != 70}

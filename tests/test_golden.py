@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -111,12 +110,6 @@ print(hashlib.sha256("".join(map(render, GOLDEN)).encode()).hexdigest())
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         assert done.stdout.strip() == here
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(2) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -148,12 +147,6 @@ def test_not_packing_is_pointless_without_groups() -> None:
     assert any(refused.kind == "pointless" and "pack=0" in refused.reason for _, refused in some.rejected)
     grouped = HOPPER_FWD.worth_trying([*problems, Problem(1, 32, 8, 512, 512)])
     assert grouped.space(Spec(), H200) == HOPPER_FWD.space(Spec(), H200)
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("which", range(len(HOPPER_GOLDEN)), ids=lambda which: HOPPER_GOLDEN[which].slug)

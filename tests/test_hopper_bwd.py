@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -91,12 +90,6 @@ def test_other_architectures_are_refused() -> None:
         rejection = HOPPER_BWD.refuses(NARROW, HOPPER_BWD.default(NARROW, gpu), gpu)
         assert (rejection is None) == (gpu.sm == 90), gpu.name
         assert rejection is None or "written for sm_90" in rejection.reason
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize(

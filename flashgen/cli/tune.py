@@ -164,11 +164,17 @@ def _run(requests: list[Request], budget: float, path: Path, console: Console) -
 
 
 def _reasons(outcomes: list[Outcome]) -> str:
-    """Why no candidate is left, most frequent reason first; the rules' reasons only if they left nothing to try."""
-    rejections = [rejection for outcome in outcomes for rejection in outcome.rejections]
-    tried = [rejection for rejection in rejections if rejection.stage != "rule"]
-    requests = [outcome.request for outcome in outcomes]
-    if not tried and any(family.space(each.spec, each.gpu).usable for each in requests for family in each.families):
-        return "the search ended before a candidate was done; give it more time with --budget"
-    counts = Counter(rejection.reason for rejection in tried or rejections)
+    """Why no candidate is left, most frequent reason first; the rules' reasons only if they left nothing to try.
+
+    Those are told family by family: a large space would outvote the others. Families that run anywhere come last among
+    families, and first here.
+    """
+    counts = Counter(each.reason for outcome in outcomes for each in outcome.rejections if each.stage != "rule")
+    if not counts:
+        requests = [outcome.request for outcome in outcomes]
+        spaces = [family.space(each.spec, each.gpu) for each in requests for family in reversed(each.families)]
+        if any(space.usable for space in spaces):
+            return "the search ended before a candidate was done; give it more time with --budget"
+        each_its_own = (Counter(rejection.reason for _, rejection in space.rejected) for space in spaces)
+        return "; ".join(list(dict.fromkeys(reason for own in each_its_own for reason, _ in own.most_common()))[:5])
     return "; ".join(reason for reason, _ in counts.most_common(5))

@@ -7,7 +7,7 @@ folder=$1
 shift
 mkdir -p "$folder"
 flashgen() { python -c 'from flashgen.cli import main; main()' "$@"; }
-limited() { timeout --signal INT "${LIMIT_S:-180}" "$@"; }
+limited() { timeout --signal INT "${LIMIT_S:-400}" "$@"; }
 export -f flashgen
 
 bench() {
