@@ -6,9 +6,11 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from flashgen.modifiers import Modifiers, Options, modifiers_from
 from flashgen.spec import TORCH_DTYPES, Problem, Spec
 
 MIN_SAMPLES = 5
@@ -92,6 +94,40 @@ def inputs(spec: Spec, problem: Problem, device: str, seed: int = 0) -> tuple[to
         draw(problem.kv_heads, problem.seq_kv, spec.head_dim),
         draw(problem.kv_heads, problem.seq_kv, spec.head_dim_v),
     )
+
+
+def usual_modifiers(spec: Spec, problem: Problem, q: torch.Tensor) -> Modifiers:
+    """What is timed where a spec has features: values of the usual sizes, for q of this problem.
+
+    A window of 1,024 keys, four documents in a row, one bias and one mask for all heads.
+    """
+    generator = torch.Generator(q.device).manual_seed(1)
+    sizes = (problem.batch, problem.heads, problem.seq_q, problem.seq_kv)
+    scores = sizes[2:]
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=q.device, generator=generator)
+
+    def documents(length: int) -> torch.Tensor:
+        ids = torch.arange(length, device=q.device) * 4 // max(length, 1)
+        return ids.expand(problem.batch, length)
+
+    options: dict[str, Any] = {}
+    if spec.softcap:
+        options["softcap"] = 50.0
+    if spec.alibi:
+        options["alibi_slopes"] = draw(problem.heads).abs() * 0.1
+    if spec.bias != "none":
+        options["bias"] = draw(*scores).to(TORCH_DTYPES[spec.bias])
+    if spec.window:
+        options["window"] = (1023, 1023)
+    if spec.mask:
+        options["mask"] = draw(*scores) < 2.0
+    if spec.segments:
+        options |= {"segment_ids_q": documents(problem.seq_q), "segment_ids_kv": documents(problem.seq_kv)}
+    if spec.sinks:
+        options["sinks"] = draw(problem.heads)
+    return modifiers_from(sizes, q, Options(**options))
 
 
 def flops(spec: Spec, problem: Problem) -> float:

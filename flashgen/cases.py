@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashgen.modifiers import Modifiers, Options, modifiers_from
 from flashgen.spec import TORCH_DTYPES, Problem, Spec
 
 
@@ -64,6 +66,41 @@ def tensors(spec: Spec, case: Case, device: str, seed: int = 0) -> tuple[Tensor,
     k = draw(sizes.kv_heads, sizes.seq_kv, spec.head_dim, (2, 0, 1, 3))
     v = draw(sizes.kv_heads, sizes.seq_kv, spec.head_dim_v, (1, 0, 2, 3))
     return q, k, v
+
+
+def modifiers(spec: Spec, case: Case, device: str, like: Tensor, seed: int = 2) -> Modifiers:
+    """Modifiers of every feature of the spec for a case; `like` is its q.
+
+    A mask hides some rows as a whole and some whole blocks; segments are sorted, of lengths that fill no block, and the
+    first one has no keys. In strided cases bias and mask are broadcast over batch and heads, and slopes over the batch.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    sizes = case.problem
+    whole = (sizes.batch, sizes.heads, sizes.seq_q, sizes.seq_kv)
+    shape = (1, 1, sizes.seq_q, sizes.seq_kv) if case.strided else whole
+
+    def ids(length: int, low: int) -> Tensor:
+        starts = torch.rand(sizes.batch, length, generator=generator) < 0.03
+        return (starts.cumsum(1) + low).to(device)
+
+    slopes = torch.rand(sizes.heads if case.strided else (sizes.batch, sizes.heads), generator=generator) * 0.1
+    bias = torch.randn(shape, generator=generator) * 2
+    mask = torch.rand(shape, generator=generator) < 0.7
+    mask[..., ::5, :] = False
+    mask[..., : sizes.seq_kv // 2] &= torch.rand(1, generator=generator) < 0.5
+    given: dict[str, dict[str, object]] = {
+        "softcap": {"softcap": 5.0},
+        "alibi": {"alibi_slopes": slopes.to(device)},
+        "bias": {"bias": bias.to(device, TORCH_DTYPES.get(spec.bias, torch.float32))},
+        "window": {"window": (37, 11)},
+        "mask": {"mask": mask.to(device)},
+        "segments": {"segment_ids_q": ids(sizes.seq_q, 0), "segment_ids_kv": ids(sizes.seq_kv, 1)},
+        "sinks": {"sinks": torch.randn(sizes.heads, generator=generator).to(device) * 3},
+    }
+    options: dict[str, Any] = {}
+    for feature in spec.features:
+        options |= given[feature]
+    return modifiers_from(whole, like, Options(**options))
 
 
 def strided_like(values: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashgen.cases import CASES, Case, strided_like, tensors
+from flashgen.cases import CASES, Case, modifiers, strided_like, tensors
+from flashgen.modifiers import NOTHING, Modifiers
 from flashgen.reference import plain_attention
 from flashgen.space import Rejection
 from flashgen.spec import Spec
 
-# Takes flashgen.launch.ARGUMENTS of the spec's op, without the workspace.
+# Takes flashgen.launch.arguments_of the spec, without the workspace.
 Launch = Callable[..., None]
 
 # The accept rule: error <= factor * (error of plain attention in the inputs' dtype) + floor.
@@ -50,12 +51,14 @@ class Prepared:
 
     Attributes:
         inputs: q, k, v; of a backward also o, lse, dO and dLSE.
-        expected: o and lse, or dq, dk and dv.
+        expected: o and lse, or dq, dk, dv and, where there is a bias, dbias.
+        modifiers: what else the scores go through.
     """
 
     case: Case
     inputs: tuple[Tensor, ...]
     expected: tuple[Expected, ...]
+    modifiers: Modifiers = NOTHING
 
 
 @functools.lru_cache(maxsize=64)
@@ -66,10 +69,12 @@ def prepare(spec: Spec, case: Case, device: str) -> Prepared:
 
 def _prepare_forward(spec: Spec, case: Case, device: str) -> Prepared:
     q, k, v = tensors(spec, case, device)
-    o, lse = plain_attention(q.double(), k.double(), v.double(), causal=spec.causal)
-    plain_o, plain_lse = plain_attention(q, k, v, causal=spec.causal, rounding=_rounding(spec))
+    shaping = modifiers(spec, case, device, q)
+    wide = shaping.to(Tensor.double)
+    o, lse = plain_attention(q.double(), k.double(), v.double(), causal=spec.causal, modifiers=wide)
+    plain_o, plain_lse = plain_attention(q, k, v, causal=spec.causal, rounding=_rounding(spec), modifiers=shaping)
     if spec.dtype != "fp32":
-        _, plain_lse = plain_attention(q.float(), k.float(), v.float(), causal=spec.causal)
+        _, plain_lse = plain_attention(q.float(), k.float(), v.float(), causal=spec.causal, modifiers=shaping)
     expected = (
         Expected("output", o, FORWARD_FACTOR * max_error(plain_o, o) + FLOOR),
         Expected(
@@ -78,12 +83,14 @@ def _prepare_forward(spec: Spec, case: Case, device: str) -> Prepared:
             FORWARD_FACTOR * max_error(plain_lse, lse) + FLOOR + LSE_RELATIVE * _largest(lse[lse.isfinite()]),
         ),
     )
-    return Prepared(case, (q, k, v), expected)
+    return Prepared(case, (q, k, v), expected, shaping)
 
 
 def _prepare_backward(spec: Spec, case: Case, device: str) -> Prepared:
     q, k, v = tensors(spec, case, device)
-    wide_o, wide_lse = plain_attention(q.double(), k.double(), v.double(), causal=spec.causal)
+    shaping = modifiers(spec, case, device, q)
+    wide = shaping.to(Tensor.double)
+    wide_o, wide_lse = plain_attention(q.double(), k.double(), v.double(), causal=spec.causal, modifiers=wide)
     # As wide as the output; another seed than that of q, k and v, and a gradient for the log-sum-exp too.
     generator = torch.Generator(device="cpu").manual_seed(1)
     do = torch.randn(wide_o.shape, generator=generator).to(device, q.dtype)
@@ -91,17 +98,17 @@ def _prepare_backward(spec: Spec, case: Case, device: str) -> Prepared:
     o, lse = wide_o.to(q.dtype), wide_lse.float()
     if spec.precision == "tf32":
         # Its forward has the same coarse scores, and where they are large only its own log-sum-exp normalises them.
-        o, lse = plain_attention(q, k, v, causal=spec.causal, rounding=_rounding(spec))
+        o, lse = plain_attention(q, k, v, causal=spec.causal, rounding=_rounding(spec), modifiers=shaping)
     if case.strided:
         o, do = strided_like(o, (1, 2, 0, 3)), strided_like(do, (2, 0, 1, 3))
-    true = _gradients((q.double(), k.double(), v.double()), do.double(), dlse.double(), spec.causal)
-    plain = _gradients((q, k, v), do, dlse, spec.causal, _rounding(spec))
+    true = _gradients((q.double(), k.double(), v.double()), do.double(), dlse.double(), spec.causal, wide)
+    plain = _gradients((q, k, v), do, dlse, spec.causal, shaping, _rounding(spec))
     relative = LSE_RELATIVE * _largest(wide_lse[wide_lse.isfinite()])
     expected = tuple(
         Expected(name, value, GRADIENT_FACTOR * max_error(other, value) + FLOOR + relative * _largest(value))
-        for name, value, other in zip(("dq", "dk", "dv"), true, plain, strict=True)
+        for name, value, other in zip(("dq", "dk", "dv", "dbias"), true, plain, strict=False)
     )
-    return Prepared(case, (q, k, v, o, lse, do, dlse), expected)
+    return Prepared(case, (q, k, v, o, lse, do, dlse), expected, shaping)
 
 
 def _largest(values: Tensor) -> float:
@@ -113,12 +120,17 @@ def _gradients(
     do: Tensor,
     dlse: Tensor,
     causal: str,
+    shaping: Modifiers,
     rounding: Callable[[Tensor], Tensor] = lambda operand: operand,
 ) -> tuple[Tensor, ...]:
-    """By torch's autograd, every product in the dtype of its operands."""
+    """By torch's autograd, every product in the dtype of its operands; that of the bias comes last, unsummed."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    if shaping.bias is not None:
+        bias = shaping.bias.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+        leaves.append(bias)
+        shaping = shaping._replace(bias=bias)
     with torch.enable_grad():
-        o, lse = plain_attention(*leaves, causal=causal, rounding=rounding)
+        o, lse = plain_attention(*leaves[:3], causal=causal, rounding=rounding, modifiers=shaping)
         # A row that sees no key has a log-sum-exp of -inf, whose gradient autograd would make NaN.
         seen = lse.isfinite()
         return torch.autograd.grad((o, lse[seen]), leaves, (do, dlse.to(lse.dtype)[seen]))
@@ -177,12 +189,23 @@ def _run(launch: Launch, spec: Spec, prepared: Prepared) -> list[Tensor]:
         torch.full(
             each.value.shape,
             torch.nan,
-            dtype=torch.float32 if each.name == "lse" else prepared.inputs[0].dtype,
+            dtype=_dtype(each.name, prepared),
             device=each.value.device,
         )
         for each in prepared.expected
     ]
-    if prepared.case.strided:
-        results = [strided_like(each, (2, 1, 0, 3)) if each.dim() == 4 else each for each in results]
-    launch(*prepared.inputs, *results, spec.head_dim**-0.5)
+    for index, each in enumerate(prepared.expected):
+        if each.name == "dbias":
+            # Blocks that nothing reaches are not written.
+            results[index].zero_()
+        elif each.name != "lse" and prepared.case.strided:
+            results[index] = strided_like(results[index], (2, 1, 0, 3))
+    launch(*prepared.inputs, *results, *prepared.modifiers.arguments(spec.causal), spec.head_dim**-0.5)
     return results
+
+
+def _dtype(name: str, prepared: Prepared) -> torch.dtype:
+    """Of a result that a kernel writes."""
+    if name == "dbias" and prepared.modifiers.bias is not None:
+        return prepared.modifiers.bias.dtype
+    return torch.float32 if name == "lse" else prepared.inputs[0].dtype

@@ -176,6 +176,11 @@ def _gluon_source(kernel: Any, blocks: Mapping[str, list[int]], spec: Spec, opti
 
 # Pointers to contiguous fp32, whatever the spec's dtype; all but the last are allocated by us, thus aligned.
 FLOAT_POINTERS = ("LSE", "WORKSPACE", "DLSE")
+# Of a bias and its gradient the spec has the type.
+_MODIFIER_POINTERS = {
+    "ALIBI_SLOPES": "*fp32", "BIAS": None, "DBIAS": None, "MASK": "*u8", "SEGMENT_IDS_Q": "*i32",
+    "SEGMENT_IDS_KV": "*i32", "SINKS": "*fp32",
+}  # fmt: skip
 
 
 def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: bool) -> Any:
@@ -198,6 +203,9 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
             signature[name] = parameter.annotation_type
             if aligned and name.startswith("stride_"):
                 attributes[(index,)] = [["tt.divisibility", 16 // spec.element_bytes]]
+        elif name in _MODIFIER_POINTERS:
+            # The caller's own tensors: nothing is known of where they start.
+            signature[name] = _MODIFIER_POINTERS[name] or f"*{spec.bias}"
         else:
             signature[name] = "*fp32" if name in FLOAT_POINTERS else f"*{spec.dtype}"
             if name in FLOAT_POINTERS[:2] or (aligned and name != "DLSE"):
@@ -221,7 +229,13 @@ def kernel_resources(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOL
         for heads, seq in ((group, WHOLE), (1, seq_kv))
     )
     tensors = (q, k, v, o) if spec.op == "forward" else (q, k, v, o, o, q, k, v)
-    options = next(each.options for each in launches(variant, *tensors) if each.kernel == kernel)
+    scores = q.new_empty(1, group, WHOLE, seq_kv)
+    strided = [scores for name in ("bias", "mask") if name in spec.features]
+    slopes = [q.new_empty(1, group)] if spec.alibi else []
+    gradient = [scores] if spec.op == "backward" and "bias" in spec.features else []
+    options = next(
+        each.options for each in launches(variant, *tensors, *gradient, *slopes, *strided) if each.kernel == kernel
+    )
     return resources_of(compile_kernel(variant, gpu, kernel=kernel, options=options, aligned=aligned))
 
 

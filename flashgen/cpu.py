@@ -36,7 +36,7 @@ def gradients_on_cpu(
     """(dq, dk, dv), arguments as for `flashgen.gradients.gradients`."""
     q_view, k_view, v_view, o, do = (_turned(layout, each) for each in (q, k, v, o, do))
     with torch.autocast("cpu", enabled=False):
-        results = tiled_backward(q_view, k_view, v_view, o, lse, do, dlse, causal=causal, scale=scale)
+        results = tiled_backward(q_view, k_view, v_view, o, lse, do, dlse, causal=causal, scale=scale)[:3]
     dq, dk, dv = (
         empty_gradient(tensor).copy_(_turned(layout, result)) for tensor, result in zip((q, k, v), results, strict=True)
     )

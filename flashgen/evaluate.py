@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashgen.benchmark import Measurement, inputs, interleaved, sample
+from flashgen.benchmark import Measurement, inputs, interleaved, sample, usual_modifiers
 from flashgen.check import Accuracy, check
 from flashgen.families import Variant
-from flashgen.launch import ARGUMENTS, LAID_OUT, bind, launcher, workspace_size
+from flashgen.launch import arguments_of, bind, laid_out, launcher, workspace_size
 from flashgen.reference import tiled_attention
 from flashgen.space import Rejection
 from flashgen.spec import Problem, Spec
@@ -31,23 +31,27 @@ def _tensors(spec: Spec, problem: Problem) -> dict[str, Tensor | float | None]:
     """What a launch takes, but for the workspace; allocated once, shared by all candidates of a spec."""
     q, k, v = inputs(spec, problem, "cuda")
     given: dict[str, Tensor | float | None] = {"q": q, "k": k, "v": v, "scale": spec.head_dim**-0.5}
+    modifiers = usual_modifiers(spec, problem, q)
+    given |= dict(zip(spec.modifiers, modifiers.arguments(spec.causal), strict=True))
     if spec.op == "forward":
         o = torch.empty(*q.shape[:3], spec.head_dim_v, dtype=q.dtype, device="cuda")
         return {**given, "o": o, "lse": torch.empty(q.shape[:3], dtype=torch.float32, device="cuda")}
     # The true log-sum-exp, so that P sums to one: what is multiplied decides the power drawn, thus the clock.
-    o, lse = tiled_attention(q, k, v, causal=spec.causal)
+    o, lse = tiled_attention(q, k, v, causal=spec.causal, modifiers=modifiers)
     results = {f"d{name}": torch.empty_like(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    if modifiers.bias is not None:
+        results["dbias"] = torch.empty(modifiers.bias.shape, dtype=modifiers.bias.dtype, device="cuda")
     return {**given, "o": o, "lse": lse, "do": torch.randn_like(o), "dlse": None, **results}
 
 
 def _call(variant: Variant, problem: Problem) -> Callable[[], None]:
     """One launch of a variant on a problem, everything bound."""
     given = _tensors(variant.spec, problem)
-    laid_out = [given[name] for name in LAID_OUT[variant.spec.op]]
-    bound = bind(variant, *(tensor for tensor in laid_out if isinstance(tensor, Tensor)))
+    views = [given[name] for name in laid_out(variant.spec)]
+    bound = bind(variant, *(tensor for tensor in views if isinstance(tensor, Tensor)))
     if variant.spec.op == "backward":
         given = {**given, "workspace": _workspace(variant, given["q"])}
-    return functools.partial(bound, *(given[name] for name in ARGUMENTS[variant.spec.op]))
+    return functools.partial(bound, *(given[name] for name in arguments_of(variant.spec)))
 
 
 def _workspace(variant: Variant, q: object) -> Tensor:
@@ -61,10 +65,11 @@ def checked(variant: Variant) -> Accuracy | Rejection:
     if variant.spec.op == "forward":
         return check(launch, variant.spec, "cuda")
 
+    place = arguments_of(variant.spec).index("workspace")
+
     def with_workspace(*given: Tensor | float) -> None:
-        *tensors, scale = given
         # What is left in a workspace must not matter.
-        launch(*tensors, _workspace(variant, tensors[0]).fill_(torch.nan), scale)
+        launch(*given[:place], _workspace(variant, given[0]).fill_(torch.nan), *given[place:])
 
     return check(with_workspace, variant.spec, "cuda")
 

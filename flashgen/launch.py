@@ -16,19 +16,36 @@ from flashgen.compile import Launch, compile_kernel, launches, module_of
 from flashgen.errors import UnsupportedError
 from flashgen.families import Variant
 from flashgen.hardware import gpu_of
+from flashgen.spec import Spec
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
 MAX_GRID = 2**31 - 1
 
-# What the generated `launch` of each op takes. Kernels name the same in capitals.
-ARGUMENTS = {
-    "forward": ("q", "k", "v", "o", "lse", "scale"),
-    "backward": ("q", "k", "v", "o", "lse", "do", "dlse", "dq", "dk", "dv", "workspace", "scale"),
+_ARGUMENTS = {
+    "forward": ("q", "k", "v", "o", "lse"),
+    "backward": ("q", "k", "v", "o", "lse", "do", "dlse", "dq", "dk", "dv"),
 }
-# Those whose layout a kernel is bound to; statistics and workspace are contiguous.
-LAID_OUT = {"forward": ("q", "k", "v", "o"), "backward": ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
+_LAID_OUT = {"forward": ("q", "k", "v", "o"), "backward": ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
+# Modifiers, and the gradient of one, that kernels read by strides of their own.
+_STRIDED = ("alibi_slopes", "bias", "mask", "dbias")
+
+
+@functools.cache
+def arguments_of(spec: Spec) -> tuple[str, ...]:
+    """What the generated `launch` of a spec takes, in order. Kernels name the same, pointers in capitals."""
+    named = _ARGUMENTS[spec.op]
+    if spec.op == "backward":
+        named += ("dbias", "workspace") if "bias" in spec.features else ("workspace",)
+    return (*named, *spec.modifiers, "scale")
+
+
+@functools.cache
+def laid_out(spec: Spec) -> tuple[str, ...]:
+    """Those whose layout a kernel is bound to; the others are contiguous, or numbers."""
+    return (*_LAID_OUT[spec.op], *(name for name in arguments_of(spec) if name in _STRIDED))
+
 
 _compiling = threading.Lock()
 
@@ -81,17 +98,17 @@ def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
 
     Args:
         variant: what to run; its spec must be that of the tensors.
-        tensors: LAID_OUT of the variant's op, each [batch, heads, seq, head_dim] with the last dimension contiguous.
+        tensors: `laid_out` of the variant's spec; those [batch, heads, seq, head_dim] with contiguous rows.
 
     Returns:
-        a function of ARGUMENTS that launches every kernel, in order.
+        a function of `arguments_of` that launches every kernel, in order.
 
     Raises:
         UnsupportedError: the call needs more blocks than one launch can have.
         whatever Triton raises when the variant does not compile or fit.
     """
     device = tensors[0].device.index
-    aligned = is_aligned(*tensors)
+    aligned = is_aligned(*tensors[: len(_LAID_OUT[variant.spec.op])])
     if variant.family.aligned and not aligned:
         raise UnsupportedError(f"{variant.slug} needs rows that start on 16-byte boundaries.")
     bounds = []
@@ -124,13 +141,13 @@ def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
 def _clear(*arguments: Any) -> None:
     """The gradients of nothing, which TMA does not describe."""
     for name in ("dq", "dk", "dv"):
-        arguments[ARGUMENTS["backward"].index(name)].zero_()
+        arguments[_ARGUMENTS["backward"].index(name)].zero_()
 
 
 def _names(variant: Variant, kernel: str) -> list[str]:
-    """The parameters of a kernel that are ARGUMENTS, in its own order and by its own names."""
+    """The parameters of a kernel that are `arguments_of` its spec, in its own order and by its own names."""
     parameters = (parameter.name for parameter in getattr(module_of(variant), kernel).params)
-    return [name for name in parameters if _argument(name) in ARGUMENTS[variant.spec.op]]
+    return [name for name in parameters if _argument(name) in arguments_of(variant.spec)]
 
 
 def _argument(parameter: str) -> str:
@@ -141,9 +158,9 @@ def _argument(parameter: str) -> str:
 
 def _layouts(variant: Variant, kernel: str, tensors: tuple[Tensor, ...]) -> list[descriptors.Layout | None]:
     """(shape, strides) of what the kernel takes as descriptors, in the order of its parameters; None for the others."""
-    laid_out = dict(zip(LAID_OUT[variant.spec.op], tensors, strict=True))
+    named = zip(laid_out(variant.spec), tensors, strict=True)
     layouts: dict[str, descriptors.Layout] = {
-        f"{name}_desc": (list(tensor.shape), list(tensor.stride())) for name, tensor in laid_out.items()
+        f"{name}_desc": (list(tensor.shape), list(tensor.stride())) for name, tensor in named
     }
     batch, heads, seq_q, _ = tensors[0].shape
     # Log-sum-exps and deltas, padded; they come first.
@@ -154,8 +171,8 @@ def _layouts(variant: Variant, kernel: str, tensors: tuple[Tensor, ...]) -> list
 
 
 def _pick(variant: Variant, kernel: str) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Which of ARGUMENTS a kernel takes, in its own order."""
-    known = ARGUMENTS[variant.spec.op]
+    """Which of `arguments_of` its spec a kernel takes, in its own order."""
+    known = arguments_of(variant.spec)
     return operator.itemgetter(*(known.index(_argument(name)) for name in _names(variant, kernel)))
 
 
@@ -187,12 +204,12 @@ def _loaded(
 
 
 def launcher(variant: Variant) -> Callable[..., None]:
-    """A function of ARGUMENTS that binds on every call; for checking and timing one variant on many layouts."""
-    names = ARGUMENTS[variant.spec.op]
-    laid_out = operator.itemgetter(*(names.index(name) for name in LAID_OUT[variant.spec.op]))
+    """A function of `arguments_of` that binds on every call; for checking and timing one variant on many layouts."""
+    names = arguments_of(variant.spec)
+    pick = operator.itemgetter(*(names.index(name) for name in laid_out(variant.spec)))
 
     def launch(*arguments: Tensor | float | None) -> None:
-        bind(variant, *laid_out(arguments))(*arguments)
+        bind(variant, *pick(arguments))(*arguments)
 
     return launch
 

@@ -26,7 +26,7 @@ def select_and_bind(
     Args:
         spec, problem: the call's.
         family: only this kernel family, or an error; None chooses.
-        views: what the kernels are bound to (flashgen.launch.LAID_OUT), as [batch, heads, seq, head_dim].
+        views: what the kernels are bound to (flashgen.launch.laid_out), as [batch, heads, seq, head_dim].
         nothing: whether there is nothing to launch.
 
     Returns:

@@ -11,7 +11,7 @@ from flashgen.errors import FlashgenError, InputError, did_you_mean
 from flashgen.families import family_named
 from flashgen.hardware import Gpu
 from flashgen.space import Config
-from flashgen.spec import Bucket, Problem, Spec
+from flashgen.spec import FEATURES, Bucket, Problem, Spec
 
 Method = Literal["measured", "estimated"]
 Identity = tuple[str, tuple[int, int], int, int]
@@ -140,7 +140,7 @@ class Entry:
         error = None if self.accuracy is None else asdict(self.accuracy)
         # float() and str() undo subclasses: numpy's float64, torch's version string.
         return {
-            "spec": asdict(self.spec),
+            "spec": self.spec.stated,
             "bucket": asdict(self.bucket),
             "family": self.family,
             "config": {name: self.config[name] for name in family_named(self.family).choices},
@@ -163,7 +163,7 @@ class Entry:
         config = mapping("config", plain["config"])
         family = family_named(_text("family", plain["family"]))
         return Entry(
-            spec=_record(Spec, "spec", plain["spec"]),
+            spec=_record(Spec, "spec", plain["spec"], optional=FEATURES),
             bucket=_record(Bucket, "bucket", plain["bucket"]),
             family=family.name,
             config=family.config({name: _scalar(f"config.{name}", number) for name, number in config.items()}),
@@ -178,7 +178,7 @@ class Entry:
 def label_of(value: object) -> str:
     """What a complaint calls an entry that may be wrong anywhere: its spec, if that much can be read."""
     try:
-        return _record(Spec, "spec", value.get("spec") if isinstance(value, dict) else None).slug
+        return _record(Spec, "spec", value.get("spec") if isinstance(value, dict) else None, FEATURES).slug
     except FlashgenError:
         return "spec unreadable"
 
@@ -219,8 +219,9 @@ def mapping(
 _Record = TypeVar("_Record", Spec, Bucket, Problem, Accuracy, Versions)
 
 
-def _record(kind: type[_Record], what: str, value: object) -> _Record:
-    plain = mapping(what, value, [field.name for field in fields(kind)])
+def _record(kind: type[_Record], what: str, value: object, optional: Collection[str] = ()) -> _Record:
+    names = [field.name for field in fields(kind)]
+    plain = mapping(what, value, [name for name in names if name not in optional], optional)
     return kind(**{name: _scalar(f"{what}.{name}", item) for name, item in plain.items()})
 
 

@@ -1,26 +1,66 @@
 """Attention in plain torch, forward and backward: the truth for kernels, and what CPU tensors run on.
 
-Imports nothing of ours. Shapes: q [batch, heads, seq_q, head_dim], k [batch, kv_heads, seq_kv, head_dim],
-v [batch, kv_heads, seq_kv, head_dim_v]; heads is a multiple of kv_heads, query head h reads key head
-h // (heads // kv_heads). `causal` is "none", "bottom_right" (key j visible to row i iff j <= i + seq_kv - seq_q) or
-"top_left" (j <= i). A row that sees no key has output 0 and LSE -inf.
+Shares no mathematics with the kernels. Shapes: q [batch, heads, seq_q, head_dim], k [batch, kv_heads, seq_kv,
+head_dim], v [batch, kv_heads, seq_kv, head_dim_v]; heads is a multiple of kv_heads, query head h reads key head h //
+(heads // kv_heads). `causal` is "none", "bottom_right" (key j visible to row i iff j <= i + seq_kv - seq_q) or
+"top_left" (j <= i). `modifiers` are in the form of flashgen.modifiers. A row that sees no key has output 0 and LSE
+-inf.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashgen.modifiers import NOTHING, Modifiers
 
-def visible_keys(seq_q: int, seq_kv: int, causal: str, device: torch.device | None = None) -> Tensor:
-    """Which keys each row sees: bool [seq_q, seq_kv]."""
-    if causal == "none":
-        return torch.ones(seq_q, seq_kv, dtype=torch.bool, device=device)
-    diagonal = seq_kv - seq_q if causal == "bottom_right" else 0
-    return torch.ones(seq_q, seq_kv, dtype=torch.bool, device=device).tril(diagonal)
+
+def visible_keys(
+    seq_q: int,
+    seq_kv: int,
+    causal: str,
+    device: torch.device | None = None,
+    modifiers: Modifiers = NOTHING,
+    keys: slice = slice(None),
+) -> Tensor:
+    """Which of these keys each row sees: bool [seq_q, keys], or [batch, heads or 1, seq_q, keys] where that differs."""
+    first, stop, _ = keys.indices(seq_kv)
+    distance = torch.arange(first, stop, device=device) - torch.arange(seq_q, device=device)[:, None]
+    if causal != "top_left":
+        distance = distance - (seq_kv - seq_q)
+    seen = torch.ones_like(distance, dtype=torch.bool) if causal == "none" else distance <= 0
+    if modifiers.window is not None:
+        left, right = modifiers.window
+        seen = seen & (distance >= -left) & (distance <= right)
+    if modifiers.mask is not None:
+        seen = seen & modifiers.mask[..., keys]
+    if modifiers.segment_ids_q is not None and modifiers.segment_ids_kv is not None:
+        same = modifiers.segment_ids_q[:, :, None] == modifiers.segment_ids_kv[:, None, keys]
+        seen = seen & same[:, None]
+    return seen
+
+
+def modified(
+    scores: Tensor, seq_kv: int, modifiers: Modifiers, keys: slice = slice(None)
+) -> tuple[Tensor, Tensor | float]:
+    """Scaled scores [batch, heads, seq_q, keys] with soft cap, ALiBi and bias, and the derivative by what they were."""
+    slope: Tensor | float = 1.0
+    if modifiers.softcap is not None:
+        capped = torch.tanh(scores / modifiers.softcap)
+        scores, slope = capped * modifiers.softcap, 1 - capped**2
+    if modifiers.alibi_slopes is not None:
+        first, stop, _ = keys.indices(seq_kv)
+        seq_q = scores.shape[-2]
+        rows = torch.arange(seq_q, device=scores.device)[:, None] + (seq_kv - seq_q)
+        far = (torch.arange(first, stop, device=scores.device) - rows).abs()
+        scores = scores - modifiers.alibi_slopes[..., None, None] * far
+    if modifiers.bias is not None:
+        scores = scores + modifiers.bias[..., keys].to(scores.dtype)
+    return scores, slope
 
 
 def plain_attention(
@@ -31,6 +71,7 @@ def plain_attention(
     causal: str = "none",
     scale: float | None = None,
     rounding: Callable[[Tensor], Tensor] = lambda operand: operand,
+    modifiers: Modifiers = NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v with the whole score matrix in memory, every step in the inputs' dtype.
 
@@ -43,10 +84,11 @@ def plain_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = rounding(q), rounding(k), rounding(v)
-    scores = (_grouped(q, k) @ k[:, :, None].transpose(-1, -2)) * scale
-    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device)
-    p, lse = _softmax(_statistics_dtype(scores).masked_fill(~seen, -math.inf))
-    o = rounding(p.to(v.dtype)) @ v[:, :, None]
+    scores = _statistics_dtype((_grouped(q, k) @ k[:, :, None].transpose(-1, -2)) * scale).flatten(1, 2)
+    scores, _ = modified(scores, k.shape[2], modifiers)
+    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers)
+    p, lse = _softmax(scores.masked_fill(~seen, -math.inf), modifiers.sinks)
+    o = rounding(_grouped(p.to(v.dtype), k)) @ v[:, :, None]
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
 
@@ -58,6 +100,7 @@ def tiled_attention(
     causal: str = "none",
     scale: float | None = None,
     block_kv: int = 512,
+    modifiers: Modifiers = NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """The same, block by block with the online softmax: no seq_q x seq_kv matrix is ever stored.
 
@@ -68,25 +111,40 @@ def tiled_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     grouped = _grouped(q, k).to(wide) * scale
-    row_max = torch.full(grouped.shape[:-1], -math.inf, dtype=wide, device=q.device)
+    row_max = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
     row_sum = torch.zeros_like(row_max)
-    acc = torch.zeros(*grouped.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
+    if modifiers.sinks is not None:
+        row_max = row_max.zero_() + modifiers.sinks[:, None]
+        row_sum += 1
+    acc = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
     seq_kv = k.shape[2]
     for start in range(0, seq_kv, block_kv):
         keys = slice(start, start + block_kv)
-        scores = grouped @ k[:, :, None, keys].to(wide).transpose(-1, -2)
-        scores = scores.masked_fill(_hidden(scores, seq_kv, start, causal), -math.inf)
+        scores = (grouped @ k[:, :, None, keys].to(wide).transpose(-1, -2)).flatten(1, 2)
+        scores, _ = modified(scores, seq_kv, modifiers, keys)
+        seen = visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, keys)
+        scores = scores.masked_fill(~seen, -math.inf)
         new_max = torch.maximum(row_max, scores.amax(-1))
         safe_max = new_max.masked_fill(new_max == -math.inf, 0.0)
         p = torch.exp(scores - safe_max[..., None])
         rescale = torch.exp(row_max - safe_max)
         row_sum = row_sum * rescale + p.sum(-1)
-        acc = acc * rescale[..., None] + p @ v[:, :, None, keys].to(wide)
+        acc = acc * rescale[..., None] + (_grouped(p, k) @ v[:, :, None, keys].to(wide)).flatten(1, 2)
         row_max = new_max
     empty = row_sum == 0
     o = acc / row_sum.masked_fill(empty, 1.0)[..., None]
     lse = row_max + torch.log(row_sum)
-    return o.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
+    return o.to(q.dtype), lse
+
+
+class Gradients(NamedTuple):
+    """Of q, k and v, shaped and typed as they are; of bias and sinks, in the form of Modifiers, where there are any."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None = None
+    dsinks: Tensor | None = None
 
 
 def tiled_backward(
@@ -101,11 +159,12 @@ def tiled_backward(
     causal: str = "none",
     scale: float | None = None,
     block_kv: int = 512,
-) -> tuple[Tensor, Tensor, Tensor]:
+    modifiers: Modifiers = NOTHING,
+) -> Gradients:
     """Gradients of attention, block by block: P is recomputed from the log-sum-exp, never stored.
 
     FlashAttention-2 (Dao 2023), algorithm 2. delta, the sum of dO * O over a row, takes all keys: that of one block is
-    another number. The log-sum-exp is differentiable: its gradient enters delta.
+    another number. The log-sum-exp is differentiable: its gradient enters delta. A sink is a key whose value is 0.
 
     Args:
         o, lse: what the forward returned.
@@ -113,41 +172,40 @@ def tiled_backward(
         dlse: gradient of lse; None is zero.
 
     Returns:
-        dq, dk and dv, shaped and typed as q, k and v; sums, those over a group's heads included, are fp32, or fp64 for
-        fp64 inputs. A row that sees no key has dq 0 and adds nothing to dk and dv.
+        the gradients; sums, those over a group's heads included, are fp32, or fp64 for fp64 inputs. A row that sees no
+        key has dq 0 and adds nothing to dk and dv.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    queries, do, o = _grouped(q, k).to(wide), _grouped(do, k).to(wide), _grouped(o, k).to(wide)
-    delta = (do * o).sum(-1, keepdim=True)
+    seq_kv = k.shape[2]
+    queries, do = _grouped(q, k).to(wide), _grouped(do, k).to(wide)
+    delta = (do.flatten(1, 2) * o.to(wide)).sum(-1, keepdim=True)
     if dlse is not None:
-        delta = delta - _grouped(dlse[..., None], k)
-    lse = _grouped(lse[..., None], k)
+        delta = delta - dlse[..., None]
     dq = torch.zeros_like(queries)
     dk = torch.zeros(k.shape, dtype=wide, device=k.device)
     dv = torch.zeros(v.shape, dtype=wide, device=v.device)
+    dbias = None if modifiers.bias is None else torch.zeros(modifiers.bias.shape, dtype=wide, device=q.device)
     # Scaled before the product, as in the forward: of large scores another rounding is another P.
     scaled = queries * scale
-    for start in range(0, k.shape[2], block_kv):
+    for start in range(0, seq_kv, block_kv):
         block = slice(start, start + block_kv)
         keys, values = k[:, :, None, block].to(wide), v[:, :, None, block].to(wide)
-        scores = scaled @ keys.transpose(-1, -2)
-        hidden = _hidden(scores, k.shape[2], start, causal)
-        p = torch.exp(scores - lse).masked_fill(hidden, 0.0)
-        ds = (p * (do @ values.transpose(-1, -2) - delta)).masked_fill(hidden, 0.0)
-        dv[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", p, do)
+        scores, slope = modified((scaled @ keys.transpose(-1, -2)).flatten(1, 2), seq_kv, modifiers, block)
+        hidden = ~visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, block)
+        p = torch.exp(scores - lse[..., None]).masked_fill(hidden, 0.0)
+        ds = (p * ((do @ values.transpose(-1, -2)).flatten(1, 2) - delta)).masked_fill(hidden, 0.0)
+        if dbias is not None:
+            dbias[..., block] = ds
+        # What is hidden may be infinite before the cap, whose slope there is 0, or NaN.
+        ds = _grouped((ds * slope).masked_fill(hidden, 0.0), k)
+        dv[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", _grouped(p, k), do)
         dk[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", ds, queries) * scale
         dq += ds @ keys * scale
-    return dq.to(q.dtype).reshape(q.shape), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _hidden(scores: Tensor, seq_kv: int, start: int, causal: str) -> Tensor:
-    """Which scores of one block of keys, from `start` on, the mask hides: bool, the last two dimensions of scores."""
-    seq_q, block_kv = scores.shape[-2:]
-    if causal == "none":
-        return torch.zeros((), dtype=torch.bool, device=scores.device)
-    diagonal = (seq_kv - seq_q if causal == "bottom_right" else 0) - start
-    return ~torch.ones(seq_q, block_kv, dtype=torch.bool, device=scores.device).tril(diagonal)
+    dsinks = None
+    if modifiers.sinks is not None:
+        dsinks = -(torch.exp(modifiers.sinks[:, None] - lse) * delta[..., 0]).sum((0, 2))
+    return Gradients(dq.to(q.dtype).reshape(q.shape), dk.to(k.dtype), dv.to(v.dtype), dbias, dsinks)
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
@@ -161,9 +219,12 @@ def _statistics_dtype(scores: Tensor) -> Tensor:
     return scores if scores.dtype == torch.float64 else scores.float()
 
 
-def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Probabilities and natural log-sum-exp over the last dimension; empty rows give 0 and -inf."""
-    if scores.shape[-1] == 0:
+    seen = scores
+    if sinks is not None:
+        seen = torch.cat([scores, sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+    if seen.shape[-1] == 0:
         return scores, scores.new_full(scores.shape[:-1], -math.inf)
-    lse = torch.logsumexp(scores, -1)
+    lse = torch.logsumexp(seen, -1)
     return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]), lse

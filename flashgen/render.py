@@ -76,7 +76,7 @@ def render(variant: Variant, *, interpreter: bool = False, standalone: bool = Fa
     spec = variant.spec
     family = variant.family.name
     try:
-        named = {name: getattr(spec, name) for name in sorted(spec.__dataclass_fields__)}
+        named = dict(sorted(spec.stated.items()))
         context = {
             "spec": spec,
             "config": variant.config,

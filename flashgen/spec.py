@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, cast, get_args
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -15,10 +15,24 @@ DType = Literal["fp16", "bf16", "fp32"]
 Causal = Literal["none", "bottom_right", "top_left"]
 Precision = Literal["ieee", "tf32"]
 Layout = Literal["bhsd", "bshd"]
+BiasDType = Literal["none", "fp16", "bf16", "fp32"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPE_NAMES: dict[torch.dtype, DType] = {value: cast(DType, key) for key, value in TORCH_DTYPES.items()}
 ELEMENT_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+# What a spec may have beyond the plain softmax(Q K^T * scale) V, with what its kernels take for it; flashgen.modifiers
+# says what each does.
+MODIFIERS = {
+    "softcap": ("softcap",),
+    "alibi": ("alibi_slopes",),
+    "bias": ("bias",),
+    "window": ("window_left", "window_right"),
+    "mask": ("mask",),
+    "segments": ("segment_ids_q", "segment_ids_kv"),
+    "sinks": ("sinks",),
+}
+FEATURES = tuple(MODIFIERS)
 
 MAX_HEAD_DIM = 256
 MAX_SIZE = 2**31 - 512  # the kernels' sizes are int32, and they round up to a block
@@ -41,6 +55,8 @@ class Spec:
         causal: `"bottom_right"` shows row i the keys j <= i + (seq_kv - seq_q); `"top_left"` j <= i.
         precision: how fp32 inputs multiply: `"ieee"` is true fp32, `"tf32"` the tensor cores' format.
             16-bit inputs have exact products either way and always say `"ieee"`.
+        softcap, alibi, window, mask, segments, sinks: whether the scores are modified so (flashgen.modifiers).
+        bias: element type of what is added to them; `"none"` when nothing is.
     """
 
     op: Op = "forward"
@@ -49,9 +65,17 @@ class Spec:
     dtype: DType = "bf16"
     causal: Causal = "none"
     precision: Precision = "ieee"
+    softcap: bool = False
+    alibi: bool = False
+    bias: BiasDType = "none"
+    window: bool = False
+    mask: bool = False
+    segments: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
-        for field, kind in (("op", Op), ("dtype", DType), ("causal", Causal), ("precision", Precision)):
+        kinds = (("op", Op), ("dtype", DType), ("causal", Causal), ("precision", Precision), ("bias", BiasDType))
+        for field, kind in kinds:
             value = getattr(self, field)
             if value not in get_args(kind):
                 raise InputError(f"{field}={value!r} is not known. {did_you_mean(str(value), get_args(kind))}")
@@ -62,6 +86,11 @@ class Spec:
                     f"1 <= {field} <= {MAX_HEAD_DIM} must hold, but got {field}={value!r}. "
                     "Split wider heads, or use torch's scaled_dot_product_attention for them."
                 )
+        for field in FEATURES:
+            if field != "bias" and type(getattr(self, field)) is not bool:
+                raise InputError(f"{field} must be true or false, but got {getattr(self, field)!r}.")
+        if self.op == "backward" and self.sinks:
+            raise InputError("sinks=True is for op='forward': a backward finds the sinks in the log-sum-exp.")
         if self.precision == "tf32" and self.dtype != "fp32":
             raise InputError(f"precision='tf32' is for fp32 inputs, but got dtype={self.dtype!r}.")
 
@@ -80,6 +109,27 @@ class Spec:
         return ELEMENT_BYTES[self.dtype]
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """Which of FEATURES it has, in their order."""
+        return tuple(name for name in FEATURES if getattr(self, name) not in (False, "none"))
+
+    @property
+    def modifiers(self) -> tuple[str, ...]:
+        """The names of what its kernels take for its features, as flashgen.modifiers.Modifiers.arguments gives them."""
+        return tuple(name for feature in self.features for name in MODIFIERS[feature])
+
+    @property
+    def stated(self) -> dict[str, object]:
+        """Its fields by name; of FEATURES only those that it has, so that others leave no trace in files."""
+        absent = set(FEATURES).difference(self.features)
+        return {name: value for name, value in asdict(self).items() if name not in absent}
+
+    @property
+    def plain(self) -> Spec:
+        """The same without FEATURES."""
+        return replace(self, **_PLAIN) if self.features else self
+
+    @property
     def slug(self) -> str:
         """Readable part of a file name, e.g. `d128_bf16_causal`."""
         width = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
@@ -88,6 +138,7 @@ class Spec:
             parts.append(self.precision)
         if self.causal != "none":
             parts.append("causal" if self.causal == "bottom_right" else "causal_top_left")
+        parts += [f"bias_{self.bias}" if name == "bias" and self.bias != self.dtype else name for name in self.features]
         return "_".join(parts)
 
     @property
@@ -99,6 +150,9 @@ class Spec:
     def tuned_as(self) -> Spec:
         """The spec under which tuned configs are kept: the two causal alignments differ by one constant."""
         return replace(self, causal="bottom_right") if self.causal == "top_left" else self
+
+
+_PLAIN: dict[str, Any] = {name: "none" if name == "bias" else False for name in FEATURES}
 
 
 @dataclass(frozen=True)

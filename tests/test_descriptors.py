@@ -74,7 +74,7 @@ def test_every_kernel_of_a_backward_gets_its_arguments(variant: Variant) -> None
     q, k, v = (torch.zeros(3, *shape) for shape in lengths.values())
     o = torch.zeros(3, 6, 100, spec.head_dim_v)
     tensors = (q, k, v, o, o, q, k, v)
-    given = {name: torch.zeros(1) for name in launch.ARGUMENTS["backward"]}
+    given = {name: torch.zeros(1) for name in launch.arguments_of(spec)}
     for each in launches(variant, *tensors):
         layouts = launch._layouts(variant, each.kernel, tensors)
         taken: list[object] = []
@@ -95,5 +95,5 @@ def test_every_kernel_of_a_backward_gets_its_arguments(variant: Variant) -> None
             elif name == "workspace":
                 assert (argument.shape, argument.strides) == ([36, 128], [128, 1])
             else:
-                tensor = dict(zip(launch.LAID_OUT["backward"], tensors, strict=True))[name]
+                tensor = dict(zip(launch.laid_out(spec), tensors, strict=True))[name]
                 assert (argument.shape, argument.strides) == (list(tensor.shape), list(tensor.stride()))

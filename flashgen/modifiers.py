@@ -1,0 +1,204 @@
+"""What a call does to its scaled scores before the softmax: the caller's options, judged and made into Modifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashgen.errors import InputError
+
+# An open side of a window; with lengths below it every sum of two such numbers is an int32.
+UNLIMITED = 2**30
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Modifiers(NamedTuple):
+    """What happens to scores = q k^T * scale, in this order; None where nothing does.
+
+    Row i and key j are placed by their distance d = j - (i + seq_kv - seq_q), or j - i with causal="top_left".
+
+    Attributes:
+        softcap: cap * tanh(scores / cap) (Gemma 2, section 2).
+        alibi_slopes: fp32 [batch, heads]; slope * |j - (i + seq_kv - seq_q)| is subtracted (Press et al. 2022).
+        bias: [batch, heads, seq_q, seq_kv], added.
+        window: (left, right): -left <= d <= right is seen, with causal also d <= 0; UNLIMITED is an open side.
+        mask: bool [batch, heads, seq_q, seq_kv]; True is seen, as in SDPA.
+        segment_ids_q: int32 [batch, seq_q]; a row sees the keys with its own id.
+        segment_ids_kv: int32 [batch, seq_kv].
+        sinks: fp32 [heads], or fp64 for fp64 inputs: one more logit of every row, which has no value (GPT-OSS). The
+            log-sum-exp includes it: that of a row that sees no key is the sink.
+    """
+
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    window: tuple[int, int] | None = None
+    mask: Tensor | None = None
+    segment_ids_q: Tensor | None = None
+    segment_ids_kv: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def arguments(self, causal: str) -> tuple[Tensor | float, ...]:
+        """What kernels take of it: every field that there is, in order, the window as two numbers, bool as bytes."""
+        found: list[Tensor | float] = []
+        for value in self:
+            if isinstance(value, tuple):
+                left, right = value
+                found += [left, right if causal == "none" else 0]
+            elif isinstance(value, Tensor) and value.dtype == torch.bool:
+                found.append(value.view(torch.uint8))
+            elif value is not None:
+                found.append(value)
+        return tuple(found)
+
+    def to(self, change: Callable[[Tensor], Tensor]) -> Modifiers:
+        """The same with every floating tensor changed, e.g. to float64."""
+        floating: dict[str, Any] = {
+            name: change(value)
+            for name, value in self._asdict().items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
+        return self._replace(**floating)
+
+
+NOTHING = Modifiers()
+
+
+class Options(NamedTuple):
+    """The same as a caller gives it, not judged yet.
+
+    Attributes:
+        softcap: a positive number.
+        alibi_slopes: [heads] or [batch, heads].
+        bias: of q's dtype or fp32, broadcastable to [batch, heads, seq_q, seq_kv].
+        window: (left, right), each a number of keys or None.
+        mask: bool, broadcastable likewise.
+        segment_ids_q, segment_ids_kv: integers [batch, seq_q] and [batch, seq_kv]; both or neither.
+        sinks: [heads].
+    """
+
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    window: tuple[int | None, int | None] | None = None
+    mask: Tensor | None = None
+    segment_ids_q: Tensor | None = None
+    segment_ids_kv: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Options) -> Modifiers:
+    """Judge the options of one call and bring them into the form of Modifiers; views where that is possible.
+
+    Args:
+        sizes: batch, heads, seq_q and seq_kv of the call.
+        like: q, which says dtype and device.
+        options: what the caller gave.
+
+    Raises:
+        InputError: an option is not what Options says, or does not fit the call.
+    """
+    batch, heads, seq_q, seq_kv = sizes
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    slopes = _floats("alibi_slopes", options.alibi_slopes, like)
+    if slopes is not None:
+        if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+            raise InputError(f"alibi_slopes must be [{heads}] or [{batch}, {heads}], but got {tuple(slopes.shape)}.")
+        if slopes.requires_grad and torch.is_grad_enabled():
+            raise InputError("alibi_slopes have no gradient here: detach() them, or add a bias made of them.")
+        slopes = slopes.to(wide).expand(batch, heads)
+    added = _floats("bias", options.bias, like)
+    if added is not None and added.dtype not in (like.dtype, torch.float32):
+        raise InputError(f"bias must be {like.dtype}, as q, or torch.float32, but got {added.dtype}. Cast it.")
+    sink = _floats("sinks", options.sinks, like)
+    if sink is not None and tuple(sink.shape) != (heads,):
+        raise InputError(f"sinks must be [{heads}], one a head, but got {tuple(sink.shape)}.")
+    ids = _segments(options.segment_ids_q, options.segment_ids_kv, (batch, seq_q), (batch, seq_kv), like)
+    return Modifiers(
+        softcap=_softcap(options.softcap),
+        alibi_slopes=slopes,
+        bias=None if added is None else _broadcast("bias", added, sizes),
+        window=_window(options.window, max(seq_q, seq_kv)),
+        mask=_mask(options.mask, sizes, like),
+        segment_ids_q=ids[0],
+        segment_ids_kv=ids[1],
+        sinks=None if sink is None else sink.to(wide).contiguous(),
+    )
+
+
+def _softcap(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 2.0**-60 <= value <= 2.0**60:
+        raise InputError(f"softcap must be None or a number from {2.0**-60:.1e} to {2.0**60:.1e}, but got {value!r}.")
+    return float(value)
+
+
+def _window(value: object, longest: int) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise InputError(f"window must be None or a pair (left, right), but got {value!r}.")
+    for side in value:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
+            raise InputError(f"each side of window must be None or a number of keys from 0 on, but got {value!r}.")
+    if longest >= UNLIMITED:
+        raise InputError(f"window needs lengths below {UNLIMITED}, but got {longest}.")
+    left, right = (UNLIMITED if side is None else min(side, UNLIMITED) for side in value)
+    return None if (left, right) == (UNLIMITED, UNLIMITED) else (left, right)
+
+
+def _floats(name: str, value: object, like: Tensor) -> Tensor | None:
+    if value is None:
+        return None
+    allowed = (*FLOATS, torch.float64) if like.device.type == "cpu" else FLOATS
+    _check_tensor(name, value, like, allowed, "floating-point numbers")
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _mask(value: object, sizes: tuple[int, ...], like: Tensor) -> Tensor | None:
+    if value is None:
+        return None
+    _check_tensor("mask", value, like, (torch.bool,), "bool; add numbers as bias")
+    assert isinstance(value, Tensor)
+    return _broadcast("mask", value, sizes)
+
+
+def _segments(
+    q: object, kv: object, q_shape: tuple[int, int], kv_shape: tuple[int, int], like: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    if q is None and kv is None:
+        return None, None
+    found: list[Tensor] = []
+    for name, value, shape in (("segment_ids_q", q, q_shape), ("segment_ids_kv", kv, kv_shape)):
+        if value is None:
+            raise InputError(f"segment_ids_q and segment_ids_kv must be given together, but {name} is None.")
+        _check_tensor(name, value, like, (torch.int32, torch.int64), "int32 or int64")
+        assert isinstance(value, Tensor)
+        if tuple(value.shape) != shape:
+            raise InputError(f"{name} must be {list(shape)}, but got {tuple(value.shape)}.")
+        found.append(value.to(torch.int32).contiguous())
+    return found[0], found[1]
+
+
+def _check_tensor(name: str, value: object, like: Tensor, dtypes: tuple[torch.dtype, ...], words: str) -> None:
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} must be None or a torch.Tensor, but got {type(value).__name__}.")
+    if value.dtype not in dtypes:
+        raise InputError(f"{name} must hold {words}, but got {value.dtype}.")
+    if value.device != like.device:
+        raise InputError(f"{name} must be on q's device {like.device}, but got {value.device}. Move it there.")
+
+
+def _broadcast(name: str, value: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    shape = tuple(value.shape)
+    padded = (1,) * (4 - len(shape)) + shape
+    if len(shape) > 4 or any(size not in (1, wanted) for size, wanted in zip(padded, sizes, strict=True)):
+        raise InputError(
+            f"{name} must be broadcastable to [batch, heads, seq_q, seq_kv] = {list(sizes)}, but got {list(shape)}."
+        )
+    return value.expand(sizes)
