@@ -11,7 +11,7 @@ from torch import Tensor
 from flashgen.errors import InputError
 
 # An open side of a window; with lengths below it every sum of two such numbers is an int32.
-UNLIMITED = 2**30
+UNLIMITED = 2**29
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jinja2
 import jinja2.meta
@@ -24,7 +24,7 @@ MAX_LINE = 120
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(data_dir("templates")),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -32,6 +32,8 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+    environment.filters["listed"] = _listed
+    return environment
 
 
 def kernel_options(config: Mapping[str, int]) -> dict[str, int]:
@@ -84,7 +86,7 @@ def render(variant: Variant, *, interpreter: bool = False, standalone: bool = Fa
             "title": spec.op,
             "version": VERSION,
             "template_hash": template_hash(family),
-            "spec_line": ", ".join(f"{name}={value}" for name, value in named.items()),
+            "spec_line": _wrapped(", ".join(f"{name}={value}" for name, value in named.items())),
             "config_line": _wrapped(", ".join(f"{name}={value}" for name, value in variant.config.items())),
             "config_literal": _literal(kernel_options(variant.config)),
             "interpreter": interpreter,
@@ -104,6 +106,12 @@ def render(variant: Variant, *, interpreter: bool = False, standalone: bool = Fa
     except jinja2.TemplateError as error:
         raise RenderError(f"templates/{family}.py.jinja cannot be rendered for {variant.slug}: {error}") from error
     return text
+
+
+def _listed(names: Sequence[str], indent: int) -> str:
+    """Names separated by commas, on as many lines as they need, the first of which is indented already."""
+    margin = " " * indent
+    return textwrap.fill(", ".join(names), MAX_LINE - 1, initial_indent=margin, subsequent_indent=margin).lstrip()
 
 
 def _wrapped(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.families.family import Family, Tile
+from flashgen.families.modified import derived
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
 from flashgen.spec import Spec
@@ -179,4 +180,5 @@ TRITON_FWD = Family(
     shared_memory=shared_memory,
     tiles=tiles,
     kernels={"kernel": tuple(CHOICES)},
+    derived=derived,
 )
