@@ -76,7 +76,8 @@ def _prepare_forward(spec: Spec, case: Case, device: str) -> Prepared:
     if spec.dtype != "fp32":
         _, plain_lse = plain_attention(q.float(), k.float(), v.float(), causal=spec.causal, modifiers=shaping)
     expected = (
-        Expected("output", o, FORWARD_FACTOR * max_error(plain_o, o) + FLOOR),
+        # Few keys make a small error a matter of luck: an output may always be rounded to its dtype.
+        Expected("output", o, FORWARD_FACTOR * max(max_error(plain_o, o), _unit(q.dtype) * _largest(o)) + FLOOR),
         Expected(
             "lse",
             lse,
@@ -109,6 +110,11 @@ def _prepare_backward(spec: Spec, case: Case, device: str) -> Prepared:
         for name, value, other in zip(("dq", "dk", "dv", "dbias"), true, plain, strict=False)
     )
     return Prepared(case, (q, k, v, o, lse, do, dlse), expected, shaping)
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding to a 16-bit dtype; wider ones are rounded to by the floor."""
+    return torch.finfo(dtype).eps / 2 if dtype.itemsize == 2 else 0.0
 
 
 def _largest(values: Tensor) -> float:
