@@ -31,6 +31,7 @@ MODIFIERS = {
     "mask": ("mask",),
     "segments": ("segment_ids_q", "segment_ids_kv"),
     "sinks": ("sinks",),
+    "varlen": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "total_q", "total_k"),
 }
 FEATURES = tuple(MODIFIERS)
 
@@ -57,6 +58,7 @@ class Spec:
             16-bit inputs have exact products either way and always say `"ieee"`.
         softcap, alibi, window, mask, segments, sinks: whether the scores are modified so (flashgen.modifiers).
         bias: element type of what is added to them; `"none"` when nothing is.
+        varlen: whether sequences of different lengths lie behind each other, as `attention_varlen` takes them.
     """
 
     op: Op = "forward"
@@ -72,6 +74,7 @@ class Spec:
     mask: bool = False
     segments: bool = False
     sinks: bool = False
+    varlen: bool = False
 
     def __post_init__(self) -> None:
         kinds = (("op", Op), ("dtype", DType), ("causal", Causal), ("precision", Precision), ("bias", BiasDType))
@@ -91,6 +94,8 @@ class Spec:
                 raise InputError(f"{field} must be true or false, but got {getattr(self, field)!r}.")
         if self.op == "backward" and self.sinks:
             raise InputError("sinks=True is for op='forward': a backward finds the sinks in the log-sum-exp.")
+        if self.varlen and {"bias", "mask", "segments"}.intersection(self.features):
+            raise InputError(f"varlen=True goes with no bias, mask or segments, but got {', '.join(self.features)}.")
         if self.precision == "tf32" and self.dtype != "fp32":
             raise InputError(f"precision='tf32' is for fp32 inputs, but got dtype={self.dtype!r}.")
 

@@ -16,6 +16,7 @@ _POINTERS = {
     "mask": ("MASK",),
     "segments": ("SEGMENT_IDS_Q", "SEGMENT_IDS_KV"),
     "sinks": ("SINKS",),
+    "varlen": ("CU_SEQLENS_Q", "CU_SEQLENS_K", "SEQUSED_K", "total_q: tl.int32", "total_k: tl.int32"),
 }
 _STRIDES = {
     "alibi": ("alibi_stride_b", "alibi_stride_h"),
@@ -41,13 +42,18 @@ _DESCRIBED = {
     "mask": ("mask: bytes [batch, heads, seq_q, seq_kv], any strides; other than 0 is seen.",),
     "segments": ("segment_ids_q [batch, seq_q], segment_ids_kv [batch, seq_kv]: int32 contiguous; equal ones are seen.",),
     "sinks": ("sinks: fp32 [heads], one more logit of every row.",),
+    "varlen": (
+        "cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each starts and ends in the total_q and total_k tokens.",
+        "seqused_k: int32 [sequences], how many of its keys count, or empty. q, k, v and o: views in which `sequences` of",
+        "the longest length start at the first token; lse [heads, total_q].",
+    ),
 }
 
 
 def derived(spec: Spec) -> Mapping[str, object]:
     """What the templates name: lists of names and lines, as the tables above say, and what a spec's features imply.
 
-    `shaping`: `modified` changes the scores. `ranged`: which keys a row sees depends on its place. `sparse`: whether blocks in the middle of what a row may see can be hidden as a whole, which loops then skip.
+    `scored`: blocks of scores are handled in another way. `shaping`: `modified` changes the scores. `ranged`: which keys a row sees depends on its place. `sparse`: whether blocks in the middle of what a row may see can be hidden as a whole, which loops then skip.
     """
 
     def of(table: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -59,6 +65,7 @@ def derived(spec: Spec) -> Mapping[str, object]:
         "modifiers": list(spec.modifiers),
         "strided_names": [_STRIDED[feature] for feature in spec.features if feature in _STRIDED],
         "described": of(_DESCRIBED),
+        "scored": bool(set(spec.features) - {"sinks", "varlen"}),
         "shaping": of(_SHAPING),
         "seeing": of(_SEEING),
         "ranged": spec.causal != "none" or spec.window,
