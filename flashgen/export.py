@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from flashgen.errors import InputError
+from flashgen.errors import InputError, UnsupportedError
 from flashgen.families import Variant
 from flashgen.hardware import Gpu
 from flashgen.render import render
@@ -38,6 +38,11 @@ def export(spec: Spec, problem: Problem, gpu: Gpu, path: Path, family: str | Non
 
 def write(variant: Variant, path: Path) -> None:
     """Write one variant with an `attention()` function and a self-check; atomically."""
+    if variant.spec.features:
+        raise UnsupportedError(
+            f"an exported file computes no {', '.join(variant.spec.features)} yet; `flashgen show --source` prints the "
+            "kernel with its launch."
+        )
     text = render(variant, standalone=True)
     target = path.resolve()
     try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import click
 
-from flashgen.errors import InputError
+from flashgen.errors import InputError, did_you_mean
 from flashgen.hardware import Gpu, current_gpu
-from flashgen.spec import MAX_HEAD_DIM, Causal, DType, Op, Problem, Spec
+from flashgen.spec import FEATURES, MAX_HEAD_DIM, Causal, DType, Op, Problem, Spec
 
 # FlashAttention's benchmark set: 16,384 tokens, heads * head_dim = 2,048.
 TOKENS = 16384
@@ -65,6 +65,25 @@ class DTypes(click.ParamType[tuple[str, ...]]):
         return names
 
 
+# Lengths of sequences that lie behind each other are no choice of a kernel's: the plain spec's config serves.
+TUNABLE = tuple(name for name in FEATURES if name != "varlen")
+
+
+class Features(click.ParamType[tuple[str, ...]]):
+    """Names of TUNABLE separated by commas: window,softcap."""
+
+    name = "features"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = tuple(dict.fromkeys(name for name in str(value).split(",") if name))
+        for name in names:
+            if name not in TUNABLE:
+                self.fail(f"{name!r} is not known. {did_you_mean(name, TUNABLE)}", param, ctx)
+        return names
+
+
 OPS: dict[str, tuple[Op, ...]] = {
     "forward": ("forward",),
     "backward": ("backward",),
@@ -83,6 +102,13 @@ dtype_option = click.option("--dtype", type=DTypes(), help="fp16, bf16, fp32 or 
 op_option = click.option("--op", type=click.Choice(list(OPS)), default="forward", show_default=True)
 causal_option = click.option("--causal", type=click.Choice(list(CAUSAL_CHOICES)), default="both", show_default=True)
 heads_option = click.option("--heads", type=Heads(), help="Heads, or heads/kv_heads; default: 2048 / head_dim.")
+with_option = click.option(
+    "--with",
+    "features",
+    type=Features(),
+    default="",
+    help=f"What else the scores go through: of {', '.join(TUNABLE)}, separated by commas.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
 
 
@@ -98,12 +124,19 @@ def specs_from(
     dtypes: tuple[str, ...] | None,
     causal: str,
     op: str = "forward",
+    features: tuple[str, ...] = (),
 ) -> list[Spec]:
-    """Every spec that the options name."""
+    """Every spec that the options name; a bias has the inputs' dtype."""
     if dtypes is None:
         dtypes = ("fp16",) if gpu.backend == "cuda" and gpu.sm < 80 else ("bf16",)
+
+    def flags(op: str, dtype: str) -> dict[str, Any]:
+        # A backward finds sinks in the log-sum-exp.
+        names = [name for name in features if (name, op) != ("sinks", "backward")]
+        return {name: dtype if name == "bias" else True for name in names}
+
     return [
-        Spec(each, head_dim, head_dim_v or head_dim, cast(DType, dtype), cast(Causal, mask))
+        Spec(each, head_dim, head_dim_v or head_dim, cast(DType, dtype), cast(Causal, mask), **flags(each, dtype))
         for dtype in dtypes
         for mask in CAUSAL_CHOICES[causal]
         for each in OPS[op]

@@ -57,6 +57,7 @@ def _entry_plain(gpu: Gpu, path: Path, entry: Entry) -> dict[str, object]:
 @options.head_dim_v_option
 @options.dtype_option
 @click.option("--causal/--no-causal", default=False, show_default=True)
+@options.with_option
 @click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True, help="Length of q and k.")
 @click.option("--family", help="Only this kernel family.")
 @click.option("--source", is_flag=True, help="Print the generated source too.")
@@ -66,7 +67,8 @@ def show_command(gpu: str, seq: int, source: bool, as_json: bool, **given: Any) 
     require_triton()
     target = options.gpu_from(gpu)
     causal = "true" if given["causal"] else "false"
-    specs = options.specs_from(target, given["head_dim"], given["head_dim_v"], given["dtype"], causal, given["op"])
+    named = (given[name] for name in ("head_dim", "head_dim_v", "dtype"))
+    specs = options.specs_from(target, *named, causal, given["op"], given["features"])
     selections = [
         select(spec, options.problem_from(seq, None, spec.head_dim), target, given["family"]) for spec in specs
     ]

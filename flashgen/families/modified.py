@@ -40,7 +40,9 @@ _DESCRIBED = {
     "bias": ("bias: [batch, heads, seq_q, seq_kv], any strides.",),
     "window": ("window_left, window_right: keys seen before and after a row's own; right 0 where causal.",),
     "mask": ("mask: bytes [batch, heads, seq_q, seq_kv], any strides; other than 0 is seen.",),
-    "segments": ("segment_ids_q [batch, seq_q], segment_ids_kv [batch, seq_kv]: int32 contiguous; equal ones are seen.",),
+    "segments": (
+        "segment_ids_q [batch, seq_q], segment_ids_kv [batch, seq_kv]: int32 contiguous; equal ones are seen.",
+    ),
     "sinks": ("sinks: fp32 [heads], one more logit of every row.",),
     "varlen": (
         "cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each starts and ends in the total_q and total_k tokens.",
