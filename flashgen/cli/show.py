@@ -67,8 +67,9 @@ def show_command(gpu: str, seq: int, source: bool, as_json: bool, **given: Any) 
     require_triton()
     target = options.gpu_from(gpu)
     causal = "true" if given["causal"] else "false"
-    named = (given[name] for name in ("head_dim", "head_dim_v", "dtype"))
-    specs = options.specs_from(target, *named, causal, given["op"], given["features"])
+    specs = options.specs_from(
+        target, given["head_dim"], given["head_dim_v"], given["dtype"], causal, given["op"], given["features"]
+    )
     selections = [
         select(spec, options.problem_from(seq, None, spec.head_dim), target, given["family"]) for spec in specs
     ]
