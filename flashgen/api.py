@@ -11,6 +11,9 @@ from torch.autograd import forward_ad
 from flashgen.autograd import Attention, Direct, is_direct, is_watched
 from flashgen.dispatch import attend
 from flashgen.errors import UnsupportedError
+from flashgen.modified import judged
+from flashgen.modified_autograd import Modified, flat, run
+from flashgen.modifiers import Options, check_gradients
 from flashgen.spec import DTYPE_NAMES
 from flashgen.tensors import (
     CPU_DTYPES,
@@ -25,6 +28,7 @@ from flashgen.tensors import (
 
 _direct: Any = Direct.apply
 _traceable: Any = Attention.apply
+_differentiable: Any = Modified.apply
 
 
 def attention(
@@ -37,6 +41,14 @@ def attention(
     layout: str = "bhsd",
     return_lse: bool = False,
     family: str | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    segment_ids_q: Tensor | None = None,
+    segment_ids_kv: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v, by the fastest kernel known for this GPU; for CPU tensors, up to fp64, in plain torch.
 
@@ -49,15 +61,43 @@ def attention(
         layout: "bshd" for tensors [batch, seq, heads, head_dim]; the output has the inputs' layout.
         return_lse: return (output, lse) with the natural log-sum-exp of the scores, fp32 [batch, heads, seq_q].
         family: run this kernel family or raise; None chooses, and `flashgen.explain` says how.
+        window: (left, right): row i sees the keys i + d - left <= j <= i + d + right, where d is 0 for "top_left" and
+            else seq_kv - seq_q; None is an open side.
+        softcap: scaled scores become softcap * tanh(scores / softcap), before all that follows.
+        alibi_slopes: [heads] or [batch, heads]; slope * |j - (i + seq_kv - seq_q)| is subtracted. Not differentiable.
+        bias: added, of q's dtype or fp32, broadcastable to [batch, heads, seq_q, seq_kv] in either layout.
+        mask: bool, broadcastable likewise; True is seen.
+        sinks: [heads]; one more logit of every row, which has no value; lse includes it.
+        segment_ids_q: int [batch, seq_q], with segment_ids_kv [batch, seq_kv]; a row sees the keys with its own id.
 
     Returns:
         [batch, heads, seq_q, head_dim_v] in the inputs' dtype, or autocast's. A row that sees no key is 0 and its lse
-        -inf. Both results are differentiable, once; gradients are bitwise repeatable.
+        -inf, or the sink. Both are differentiable by q, k, v, bias and sinks, once; gradients are bitwise repeatable.
 
     Raises:
         InputError: the arguments do not fit together.
         UnsupportedError: no kernel does this.
     """
+    if (
+        window is None and softcap is None and alibi_slopes is None and bias is None and mask is None
+        and sinks is None and segment_ids_q is None and segment_ids_kv is None
+    ):  # fmt: skip
+        return _plain(q, k, v, causal, scale, layout, return_lse, family)
+    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks)
+    return _modified(q, k, v, causal, scale, layout, return_lse, family, options)
+
+
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    scale: float | None,
+    layout: str,
+    return_lse: bool,
+    family: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Without options: the hot path."""
     try:
         device = "cuda" if q.is_cuda else q.device.type
         if device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
@@ -79,6 +119,38 @@ def attention(
             if has_memory(q, k, v):
                 raise
     return _by_operator(q, k, v, causal, scale, layout, return_lse, family, wants_grad)
+
+
+def _modified(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    scale: float | None,
+    layout: str,
+    return_lse: bool,
+    family: str | None,
+    options: Options,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """With options, judged before anything is launched."""
+    if not all(isinstance(each, Tensor) for each in (q, k, v)):
+        from_tensors(q, k, v, causal=causal, layout=layout)  # says which
+    if q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (as_autocast(tensor, q.device.type) for tensor in (q, k, v))
+        if isinstance(options.bias, Tensor) and options.bias.dtype != torch.float32:
+            options = options._replace(bias=as_autocast(options.bias, q.device.type))
+    check_gradients(options)
+    tensors = [each for each in (q, k, v, *options) if isinstance(each, Tensor)]
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(*tensors)
+    wants_grad = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    mask = causal_from(causal)
+    # A direct call judges by itself; what an operator would say of misfits is less clear.
+    if not is_direct(*tensors) and _has_sizes(q, k, v):
+        judged(q, k, v, scale, layout, family, options)
+    operator = _differentiable if wants_grad and not torch.compiler.is_compiling() else run
+    out, lse = operator(q, k, v, mask, scale, layout, return_lse or wants_grad, family, *flat(options))
+    return (out, lse) if return_lse else out
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
@@ -107,8 +179,7 @@ def _by_operator(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Calls that are differentiated, traced, mapped or on the CPU: one operator, which torch sees as a whole."""
     mask = causal_from(causal)
-    # Symbolic sizes are nothing to judge: when it is traced, the operator validates as it runs.
-    if not torch.compiler.is_compiling() and all(type(size) is int for each in (q, k, v) for size in each.shape):
+    if _has_sizes(q, k, v):
         check_tensors(q, k, v, layout, DTYPE_NAMES if q.is_cuda else CPU_DTYPES)
         check_scale(scale, q.dtype)
         check_device(q.device, family)
@@ -116,3 +187,8 @@ def _by_operator(
     operator = _traceable if wants_grad and not torch.compiler.is_compiling() else torch.ops.flashgen.forward
     out, lse = operator(q, k, v, mask, scale, layout, return_lse or wants_grad, family)
     return (out, lse) if return_lse else out
+
+
+def _has_sizes(*tensors: Tensor) -> bool:
+    """Whether there is something to judge: symbolic sizes are not, and a traced operator validates as it runs."""
+    return not torch.compiler.is_compiling() and all(type(size) is int for each in tensors for size in each.shape)

@@ -54,7 +54,7 @@ def backward(
 
 
 @forward.register_fake
-def _(
+def fake_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -62,8 +62,9 @@ def _(
     scale: float | None,
     layout: str,
     return_lse: bool,
-    family: str | None,
+    *_: object,
 ) -> tuple[Tensor, Tensor]:
+    """What `forward` returns, without values."""
     batch, first, second = q.shape[:3]
     heads, seq_q = (first, second) if layout == "bhsd" else (second, first)
     lse_shape = (batch, heads, seq_q) if return_lse else (0,)
@@ -101,21 +102,21 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
 forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     pass
 
 
-def _no_second_derivative(ctx: Any, *_: Tensor) -> None:
+def no_second_derivative(ctx: Any, *_: Tensor) -> None:
     raise UnsupportedError(
         "flashgen has no second derivative of attention. Write it out in torch (softmax(q k^T * scale) v) where you "
         "need one."
     )
 
 
-backward.register_autograd(_no_second_derivative, setup_context=_save_nothing)
+backward.register_autograd(no_second_derivative, setup_context=save_nothing)
 
 
-def _folded(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+def folded(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     """Tensors whose mapped dimension has become part of the batch."""
 
     def fold(tensor: Tensor, dim: int | None) -> Tensor:
@@ -126,7 +127,7 @@ def _folded(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor | Non
 
 
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], Any]:
-    o, lse = torch.ops.flashgen.forward(*_folded(info.batch_size, in_dims[:3], inputs[:3]), *inputs[3:])
+    o, lse = torch.ops.flashgen.forward(*folded(info.batch_size, in_dims[:3], inputs[:3]), *inputs[3:])
     with_lse = inputs[6]
     return (
         (o.unflatten(0, (info.batch_size, -1)), lse.unflatten(0, (info.batch_size, -1)) if with_lse else lse),
@@ -135,7 +136,7 @@ def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tu
 
 
 def _map_backward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], Any]:
-    results = torch.ops.flashgen.backward(*_folded(info.batch_size, in_dims[:7], inputs[:7]), *inputs[7:])
+    results = torch.ops.flashgen.backward(*folded(info.batch_size, in_dims[:7], inputs[:7]), *inputs[7:])
     return tuple(result.unflatten(0, (info.batch_size, -1)) for result in results), (0, 0, 0)
 
 
@@ -194,6 +195,6 @@ class Gradients(torch.autograd.Function):
         results: tuple[Tensor, Tensor, Tensor] = torch.ops.flashgen.backward(*inputs)
         return results
 
-    setup_context = staticmethod(_save_nothing)
-    backward = staticmethod(_no_second_derivative)
+    setup_context = staticmethod(save_nothing)
+    backward = staticmethod(no_second_derivative)
     vmap = staticmethod(_map_backward)

@@ -47,6 +47,8 @@ def choose(
 ) -> Lookup:
     """Decide entry by entry: measured before estimated, exact bucket before nearest, earlier file, faster.
 
+    Where none is for a spec with features, those for it without them are asked, by what its family can do with them.
+
     Args:
         tuned: entries for this GPU with their files, first look-up first.
         bucket: outside the range of lengths that were tuned for this spec, nothing is found.
@@ -54,30 +56,45 @@ def choose(
         current: what runs now, by family, to say what has changed since an entry was tuned.
     """
     place = {path: index for index, path in enumerate(dict.fromkeys(path for path, _ in tuned))}
-    same = [(path, entry) for path, entry in tuned if entry.spec.tuned_as == spec.tuned_as]
-    notes = [f"{len(same)} of {len(tuned)} entries for {gpu.name} are for {spec.tuned_as.label}."]
-    candidates = []
-    for path, entry in same:
-        if families is not None and entry.family not in families:
-            notes.append(f"{path}: {entry.label} passed over: only {', '.join(families)} may be used.")
-        elif rejection := family_named(entry.family).refuses(spec, entry.config, gpu):
-            notes.append(f"{path}: {entry.label} passed over: {rejection.reason}.")
-        else:
-            candidates.append((path, entry))
+    notes: list[str] = []
 
     def rank(candidate: tuple[Path, Entry]) -> tuple[float, int, float]:
         path, entry = candidate
         return entry.bucket.distance(bucket), place[path], entry.us_per_score
 
-    for method in ("measured", "estimated"):
-        of_method = [(path, entry) for path, entry in candidates if entry.method == method]
-        if of_method and _covers([entry.bucket for _, entry in of_method], bucket):
-            path, entry = min(of_method, key=rank)
-            how: Literal["exact", "nearest"] = "exact" if entry.bucket == bucket else "nearest"
-            return Lookup(Found(entry, path, how, _changed(entry.versions, (current or {}).get(entry.family))), notes)
-        if of_method:
-            notes.append(f"{bucket.seq_q}x{bucket.seq_kv} lies outside the lengths of the {method} entries.")
+    for wanted in (spec, spec.plain) if spec.features else (spec,):
+        same = [(path, entry) for path, entry in tuned if entry.spec.tuned_as == wanted.tuned_as]
+        notes.append(f"{len(same)} of {len(tuned)} entries for {gpu.name} are for {wanted.tuned_as.label}.")
+        usable = _usable(same, spec, gpu, families, notes)
+        for method in ("measured", "estimated"):
+            of_method = [(path, entry) for path, entry in usable if entry.method == method]
+            if of_method and _covers([entry.bucket for _, entry in of_method], bucket):
+                path, entry = min(of_method, key=rank)
+                how: Literal["exact", "nearest"] = "exact" if entry.bucket == bucket else "nearest"
+                stale = _changed(entry.versions, (current or {}).get(entry.family))
+                return Lookup(Found(entry, path, how, stale), notes)
+            if of_method:
+                notes.append(f"{bucket.seq_q}x{bucket.seq_kv} lies outside the lengths of the {method} entries.")
     return Lookup(None, notes)
+
+
+def _usable(
+    tuned: Sequence[tuple[Path, Entry]],
+    spec: Spec,
+    gpu: Gpu,
+    families: Collection[str] | None,
+    notes: list[str],
+) -> list[tuple[Path, Entry]]:
+    """The entries whose families may and can run this spec with their configs; notes tell of the others."""
+    usable = []
+    for path, entry in tuned:
+        if families is not None and entry.family not in families:
+            notes.append(f"{path}: {entry.label} passed over: only {', '.join(families)} may be used.")
+        elif rejection := family_named(entry.family).refuses(spec, entry.config, gpu):
+            notes.append(f"{path}: {entry.label} passed over: {rejection.reason}.")
+        else:
+            usable.append((path, entry))
+    return usable
 
 
 def _covers(tuned: list[Bucket], bucket: Bucket) -> bool:

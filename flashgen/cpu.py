@@ -8,16 +8,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashgen.reference import tiled_attention, tiled_backward
+from flashgen.modifiers import NOTHING, Modifiers
+from flashgen.reference import Gradients, tiled_attention, tiled_backward
 from flashgen.tensors import empty_gradient, empty_output
 
 
 def attend_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float | None, layout: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: str,
+    scale: float | None,
+    layout: str,
+    modifiers: Modifiers = NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse), arguments as for `flashgen.attention`; `causal` is a Spec's."""
+    views = (_turned(layout, each) for each in (q, k, v))
     with torch.autocast("cpu", enabled=False):
-        result, lse = tiled_attention(*(_turned(layout, each) for each in (q, k, v)), causal=causal, scale=scale)
+        result, lse = tiled_attention(*views, causal=causal, scale=scale, modifiers=modifiers)
     return empty_output(q, v).copy_(_turned(layout, result)), lse
 
 
@@ -32,15 +40,19 @@ def gradients_on_cpu(
     causal: str,
     scale: float | None,
     layout: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), arguments as for `flashgen.gradients.gradients`."""
+    modifiers: Modifiers = NOTHING,
+) -> Gradients:
+    """Arguments as for `flashgen.gradients.gradients`; those of modifiers are as tiled_backward returns them."""
     q_view, k_view, v_view, o, do = (_turned(layout, each) for each in (q, k, v, o, do))
     with torch.autocast("cpu", enabled=False):
-        results = tiled_backward(q_view, k_view, v_view, o, lse, do, dlse, causal=causal, scale=scale)[:3]
+        results = tiled_backward(
+            q_view, k_view, v_view, o, lse, do, dlse, causal=causal, scale=scale, modifiers=modifiers
+        )
     dq, dk, dv = (
-        empty_gradient(tensor).copy_(_turned(layout, result)) for tensor, result in zip((q, k, v), results, strict=True)
+        empty_gradient(tensor).copy_(_turned(layout, result))
+        for tensor, result in zip((q, k, v), results[:3], strict=True)
     )
-    return dq, dk, dv
+    return results._replace(dq=dq, dk=dk, dv=dv)
 
 
 def _turned(layout: str, tensor: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from flashgen.cpu import attend_on_cpu
 from flashgen.errors import InputError
 from flashgen.gradients import forget as forget_gradients
 from flashgen.gradients import remember
+from flashgen.modified import forget as forget_modified
+from flashgen.modifiers import Options, modifiers_from
 from flashgen.spec import Op
 from flashgen.tensors import (
     CPU_DTYPES,
@@ -29,6 +31,7 @@ from flashgen.tensors import (
     positive_scale,
     tf32_allowed,
     with_contiguous_rows,
+    with_features,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -121,6 +124,14 @@ def explain(
     layout: str = "bhsd",
     family: str | None = None,
     op: Op = "forward",
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    segment_ids_q: Tensor | None = None,
+    segment_ids_kv: Tensor | None = None,
 ) -> Selection:
     """Which kernel `attention` would launch for these tensors, from which file and why, and what was refused.
 
@@ -134,7 +145,10 @@ def explain(
         raise InputError(
             f"explain is about kernels on a GPU, but the tensors are on {q.device}: plain torch runs there."
         )
-    return select_for(replace(spec, op=op), problem, family, [with_contiguous_rows(each) for each in (q, k, v)])
+    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks)
+    modifiers = modifiers_from((problem.batch, problem.heads, problem.seq_q, problem.seq_kv), q, options)
+    spec = with_features(replace(spec, op=op), modifiers)
+    return select_for(spec, problem, family, [with_contiguous_rows(each) for each in (q, k, v)])
 
 
 def forget() -> None:
@@ -143,6 +157,7 @@ def forget() -> None:
 
     forget_selections()
     forget_gradients()
+    forget_modified()
     _plans.clear()
 
 

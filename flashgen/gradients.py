@@ -68,7 +68,7 @@ def gradients(
         UnsupportedError: no kernel does this.
     """
     if not q.is_cuda:
-        return gradients_on_cpu(q, k, v, o, lse, do, dlse, causal, scale, layout)
+        return gradients_on_cpu(q, k, v, o, lse, do, dlse, causal, scale, layout)[:3]
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
         return _without_a_positive_scale(q, k, v, o, lse, do, dlse, causal, scale, layout)
     # The strides of q, k and v decide those of their gradients, too.
@@ -88,7 +88,7 @@ def gradients(
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     plan = _plans.get(key)
     if plan is None:
-        _check(q, v, o, lse, do, dlse, layout)
+        check_results(q, v, o, lse, do, dlse, layout)
         plan = _plan(key, (*tensors, *results), causal, layout)
     if plan.bound is None:
         return results[0].zero_(), results[1].zero_(), results[2].zero_()
@@ -119,8 +119,11 @@ def _plan(key: tuple[object, ...], tensors: tuple[Tensor, ...], causal: str, lay
     return plan
 
 
-def _check(q: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, layout: str) -> None:
-    """What autograd hands over fits by itself; whoever calls the operator by hand may not."""
+def check_results(q: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, layout: str) -> None:
+    """Refuse results and gradients that are not those of q and v.
+
+    What autograd hands over fits by itself; whoever calls the operator by hand may not.
+    """
     shape = (*q.shape[:3], v.shape[3])
     rows = shape[:3] if layout == "bhsd" else (shape[0], shape[2], shape[1])
     wanted = {"o": (o, shape, q.dtype), "do": (do, shape, q.dtype), "lse": (lse, rows, torch.float32)}

@@ -107,8 +107,6 @@ def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Opti
     if slopes is not None:
         if tuple(slopes.shape) not in ((heads,), (batch, heads)):
             raise InputError(f"alibi_slopes must be [{heads}] or [{batch}, {heads}], but got {tuple(slopes.shape)}.")
-        if slopes.requires_grad and torch.is_grad_enabled():
-            raise InputError("alibi_slopes have no gradient here: detach() them, or add a bias made of them.")
         slopes = slopes.to(wide).expand(batch, heads)
     added = _floats("bias", options.bias, like)
     if added is not None and added.dtype not in (like.dtype, torch.float32):
@@ -129,6 +127,24 @@ def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Opti
     )
 
 
+def check_gradients(options: Options) -> None:
+    """Refuse to differentiate by what has no gradient here; where a call is made, since inside no graph is seen."""
+    slopes = options.alibi_slopes
+    if isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            "alibi_slopes have no gradient here, but they require one: detach() them, or make a bias of them."
+        )
+
+
+def window_sides(value: object) -> tuple[Any, Any]:
+    """(left, right) of a window as it was given, not judged but for being a pair; None is open on both sides."""
+    if value is None:
+        return None, None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise InputError(f"window must be None or a pair (left, right), but got {value!r}.")
+    return value[0], value[1]
+
+
 def _softcap(value: object) -> float | None:
     if value is None:
         return None
@@ -138,16 +154,15 @@ def _softcap(value: object) -> float | None:
 
 
 def _window(value: object, longest: int) -> tuple[int, int] | None:
-    if value is None:
+    sides = window_sides(value)
+    if sides == (None, None):
         return None
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise InputError(f"window must be None or a pair (left, right), but got {value!r}.")
-    for side in value:
+    for side in sides:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
             raise InputError(f"each side of window must be None or a number of keys from 0 on, but got {value!r}.")
     if longest >= UNLIMITED:
         raise InputError(f"window needs lengths below {UNLIMITED}, but got {longest}.")
-    left, right = (UNLIMITED if side is None else min(side, UNLIMITED) for side in value)
+    left, right = (UNLIMITED if side is None else min(side, UNLIMITED) for side in sides)
     return None if (left, right) == (UNLIMITED, UNLIMITED) else (left, right)
 
 

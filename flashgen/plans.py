@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashgen.errors import UnsupportedError
 from flashgen.hardware import gpu_of
-from flashgen.launch import bind, is_aligned
+from flashgen.launch import bind, is_aligned, laid_out
 from flashgen.select import Selection, give_up, select
 from flashgen.spec import Problem, Spec
 
@@ -26,7 +26,7 @@ def select_and_bind(
     Args:
         spec, problem: the call's.
         family: only this kernel family, or an error; None chooses.
-        views: what the kernels are bound to (flashgen.launch.laid_out), as [batch, heads, seq, head_dim].
+        views: what the kernels are bound to (flashgen.launch.laid_out), all of them as if the layout were "bhsd".
         nothing: whether there is nothing to launch.
 
     Returns:
@@ -49,7 +49,7 @@ def select_and_bind(
             if selection.method == "default":
                 raise
             reason = f"{type(error).__name__}: {error}"
-            selection = give_up(selection, spec, family, reason, aligned=_suits_tma(views))
+            selection = give_up(selection, spec, family, reason, aligned=_suits_tma(spec, views))
             warnings.warn(f"{selection.notes[0]}. Using {selection.variant.slug}. Tune again.", stacklevel=5)
             bound = bind(selection.variant, *views)
         return selection, bound, not capturing
@@ -60,10 +60,11 @@ def select_for(
 ) -> Selection:
     """The variant for these tensors, as `select_and_bind` chooses it."""
     gpu = gpu_of(tensors[0].device.index)
-    return select(spec, problem, gpu, family, read_files=read_files, aligned=_suits_tma(tensors))
+    return select(spec, problem, gpu, family, read_files=read_files, aligned=_suits_tma(spec, tensors))
 
 
-def _suits_tma(tensors: Sequence[Tensor]) -> bool:
+def _suits_tma(spec: Spec, tensors: Sequence[Tensor]) -> bool:
+    tensors = tensors[: len(laid_out(spec.plain))]  # modifiers, which come last, are read in other ways
     return is_aligned(*tensors) and all(stride > 0 for tensor in tensors for stride in tensor.stride())
 
 

@@ -1,4 +1,4 @@
-"""Which variant serves a call: a tuned one from the store, else the family's default; with the reasons."""
+"""Which variant serves a call: one tuned for it, one tuned without its features, the family's default; and why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Selection:
     Attributes:
         variant: what will be launched.
         gpu, bucket: what it was chosen for.
-        method: "measured" or "estimated" when tuned, "default" when nobody tuned for such a call.
+        method: "measured" or "estimated" when tuned, be it without the spec's features; "default" when nobody tuned.
         source: the file that the winner came from.
         why: one sentence.
         notes: what else was considered, and why it was passed over.
@@ -127,13 +127,17 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
     tuned_for = f"seq_q {entry.bucket.seq_q}, seq_kv {entry.bucket.seq_kv}"
     how = "exactly this bucket" if found.found.how == "exact" else "the nearest tuned bucket"
     stale = (found.found.stale,) if found.found.stale else ()
+    why = f"{how} ({tuned_for}), {entry.time.median_us:.1f} us {entry.method}"
+    if spec.features and not entry.spec.features:
+        # Its time is that of another kernel.
+        why = f"{how} ({tuned_for}), tuned for {entry.spec.label}, without its {' and '.join(spec.features)}"
     return Selection(
         variant=Variant(family_named(entry.family), spec, entry.config),
         gpu=gpu,
         bucket=bucket,
         method=entry.method,
         source=str(found.found.path),
-        why=f"{how} ({tuned_for}), {entry.time.median_us:.1f} us {entry.method}",
+        why=why,
         notes=(*stale, *found.notes),
     )
 

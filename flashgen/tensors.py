@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 
 from flashgen.errors import InputError, UnsupportedError
+from flashgen.modifiers import Modifiers
 from flashgen.spec import DTYPE_NAMES, Causal, Layout, Problem, Spec
 
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -132,6 +134,20 @@ def from_tensors(
         precision="tf32" if tf32 else "ieee",
     )
     return spec, problem
+
+
+def with_features(spec: Spec, modifiers: Modifiers) -> Spec:
+    """The spec of the same call with these modifiers; of a backward without the sinks, which need no kernel there."""
+    return replace(
+        spec,
+        softcap=modifiers.softcap is not None,
+        alibi=modifiers.alibi_slopes is not None,
+        bias="none" if modifiers.bias is None else DTYPE_NAMES[modifiers.bias.dtype],
+        window=modifiers.window is not None,
+        mask=modifiers.mask is not None,
+        segments=modifiers.segment_ids_q is not None,
+        sinks=modifiers.sinks is not None and spec.op == "forward",
+    )
 
 
 def _check_same(named: dict[str, torch.Tensor], attribute: str, way_out: str) -> None:

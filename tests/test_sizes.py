@@ -11,11 +11,15 @@ PACKAGE = Path(__file__).resolve().parent.parent / "flashgen"
 MAX_FILE_LINES = 250
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
-# Gradients take what the forward took, what it returned and the gradients of that; the operators take every option of
-# `attention` and no defaults; a layer takes what its projections are made of.
+# `attention` and `explain` take every option there is; gradients take what the forward took, what it returned and the
+# gradients of that; the operators take every option of `attention` and no defaults, and so does what they call; a layer
+# takes what its projections are made of.
 MANY = (
     "reference.py tiled_backward", "gradients.py gradients", "gradients.py _without_a_positive_scale",
-    "cpu.py gradients_on_cpu", "autograd.py backward", "api.py _by_operator", "nn.py __init__",
+    "cpu.py gradients_on_cpu", "autograd.py backward", "api.py _by_operator", "nn.py __init__", "api.py attention",
+    "api.py _modified", "dispatch.py explain", "modified.py attend", "modified.py attend_on_gpu",
+    "modified.py gradients", "modified.py gradients_on_gpu", "modified_autograd.py compute",
+    "modified_autograd.py compute_gradients",
 )  # fmt: skip
 
 
