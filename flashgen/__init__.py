@@ -2,8 +2,9 @@
 
 The files in reading order: errors, hardware, paths, modifiers, spec, reference, tensors, cpu, space, families,
 render, starting, workers, compile, resources, gate, descriptors, launch, cases, check, benchmark, queueing, model,
-evaluate, records, choice, store, select, plans, gradients, modified, dispatch, autograd, modified_autograd, merging,
-api, nn, candidates, search, compilations, tune, peers, compare, export, analyze, budget, plot, report, cli.
+evaluate, records, choice, store, select, plans, gradients, modified, varlen, dispatch, autograd, modified_autograd,
+varlen_api, merging, api, nn, candidates, search, compilations, tune, peers, compare, export, analyze, budget, plot,
+report, cli.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from flashgen.api import attention
 from flashgen.dispatch import explain, forget
 from flashgen.errors import FlashgenError
 from flashgen.merging import merge
+from flashgen.varlen_api import attention_varlen
 from flashgen.version import VERSION as __version__
 
-__all__ = ["FlashgenError", "__version__", "attention", "explain", "forget", "merge", "nn"]
+__all__ = ["FlashgenError", "__version__", "attention", "attention_varlen", "explain", "forget", "merge", "nn"]

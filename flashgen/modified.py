@@ -93,7 +93,7 @@ def attend_on_gpu(
     q, k, v = (with_contiguous_rows(tensor) for tensor in (q, k, v))
     rows = q.shape[:3] if layout == "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.empty(rows, dtype=torch.float32, device=q.device) if return_lse else None
-    plan = _plan("forward", (q, k, v, out), causal, layout, family, modifiers)
+    plan = planned("forward", (q, k, v, out), causal, layout, family, modifiers)
     if plan.bound is None:
         out.zero_()
         if lse is not None:
@@ -171,7 +171,7 @@ def gradients_on_gpu(
         # null pointers.
         dbias = torch.zeros(shape, dtype=dtype, device=q.device) if of_bias else modifiers.bias.new_empty(0)
         extra = [torch.empty(shape, dtype=dtype, device="meta")]
-    plan = _plan("backward", (q, k, v, o, do, *results, *extra), causal, layout, None, modifiers)
+    plan = planned("backward", (q, k, v, o, do, *results, *extra), causal, layout, None, modifiers)
     if plan.bound is None:
         return results[0].zero_(), results[1].zero_(), results[2].zero_(), dbias
     workspace = torch.empty(plan.workspace, dtype=torch.float32, device=q.device)
@@ -189,13 +189,19 @@ def forget() -> None:
     _plans.clear()
 
 
-def _plan(
-    op: Op, tensors: Sequence[Tensor], causal: str, layout: str, family: str | None, modifiers: Modifiers
+def planned(
+    op: Op,
+    tensors: Sequence[Tensor],
+    causal: str,
+    layout: str,
+    family: str | None,
+    modifiers: Modifiers,
+    varlen: bool = False,
 ) -> Plan:
     """The plan for a call on these tensors, of those that a kernel is bound to the ones that are no modifiers."""
     q, k, v = tensors[:3]
     key = (
-        op, causal, layout, family, q.dtype is torch.float32 and tf32_allowed(),
+        op, causal, layout, family, varlen, q.dtype is torch.float32 and tf32_allowed(),
         *((each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15) for each in tensors),
         *((each.stride(), each.dtype) if isinstance(each, Tensor) else each is None for each in modifiers),
     )  # fmt: skip
@@ -207,10 +213,11 @@ def _plan(
     from flashgen.plans import as_bhsd, select_and_bind
 
     plain, problem = from_tensors(q, k, v, causal=False if causal == "none" else causal, layout=layout)
-    spec = with_features(replace(plain, op=op), modifiers)
+    spec = replace(with_features(replace(plain, op=op), modifiers), varlen=varlen)
     places = laid_out(spec)
     main = len(laid_out(spec.plain))
-    named = dict(zip(spec.modifiers, modifiers.arguments(causal), strict=True))
+    # Where sequences start and end comes last, and no kernel is bound to it.
+    named = dict(zip(spec.modifiers, modifiers.arguments(causal), strict=not varlen))
     views = [*as_bhsd(layout, *tensors[:main]), *tensors[main:]]
     for name in places[len(views) :]:
         view = named[name]

@@ -19,7 +19,8 @@ MANY = (
     "cpu.py gradients_on_cpu", "autograd.py backward", "api.py _by_operator", "nn.py __init__", "api.py attention",
     "api.py _modified", "dispatch.py explain", "modified.py attend", "modified.py attend_on_gpu",
     "modified.py gradients", "modified.py gradients_on_gpu", "modified_autograd.py compute",
-    "modified_autograd.py compute_gradients",
+    "modified_autograd.py compute_gradients", "varlen.py gradients", "varlen_api.py attention_varlen",
+    "varlen_api.py compute", "varlen_api.py backward_varlen",
 )  # fmt: skip
 
 

@@ -45,9 +45,9 @@ _DESCRIBED = {
     ),
     "sinks": ("sinks: fp32 [heads], one more logit of every row.",),
     "varlen": (
-        "cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each starts and ends in the total_q and total_k tokens.",
-        "seqused_k: int32 [sequences], how many of its keys count, or empty. q, k, v and o: views in which `sequences` of",
-        "the longest length start at the first token; lse [heads, total_q].",
+        "cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], cumulative; total_q, total_k: tokens that there are.",
+        "seqused_k: int32 [sequences], how many keys of each count, or empty. q, k, v and o are views in which as many",
+        "sequences of the longest length start at the first token; lse [heads, total_q].",
     ),
 }
 
@@ -55,7 +55,8 @@ _DESCRIBED = {
 def derived(spec: Spec) -> Mapping[str, object]:
     """What the templates name: lists of names and lines, as the tables above say, and what a spec's features imply.
 
-    `scored`: blocks of scores are handled in another way. `shaping`: `modified` changes the scores. `ranged`: which keys a row sees depends on its place. `sparse`: whether blocks in the middle of what a row may see can be hidden as a whole, which loops then skip.
+    `scored`: blocks of scores are handled in another way. `ranged`: which keys a row sees depends on its place.
+    `sparse`: blocks in the middle of what a row may see can be hidden as a whole.
     """
 
     def of(table: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -181,7 +181,9 @@ def test_sequences_behind_each_other(features: tuple[str, ...], causal: bool) ->
         back = do[first:last].transpose(0, 1)[None]
         if last == first or stop == start:
             assert not o[first:last].any()
-            assert not any(grad[a:b].any() for grad, a, b in zip(grads, (first, start, start), (last, stop, stop), strict=True))
+            assert not any(
+                grad[a:b].any() for grad, a, b in zip(grads, (first, start, start), (last, stop, stop), strict=True)
+            )
             continue
         single = {name: value for name, value in options.items() if name != "sinks"}
         modifiers = modifiers_from((1, 6, last - first, stop - start), one[0].float(), Options(**single))

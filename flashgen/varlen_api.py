@@ -1,0 +1,201 @@
+"""`flashgen.attention_varlen` and the operators that autograd and tracers know it by."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.autograd import is_direct, no_second_derivative, save_nothing
+from flashgen.errors import UnsupportedError
+from flashgen.modifiers import Options, check_gradients, window_sides
+from flashgen.tensors import as_autocast, causal_from, check_device
+from flashgen.varlen import Lengths, attend, check_lengths, gradients
+
+# The place of `sinks` among the operator's arguments, the last of them.
+_SINKS = 16
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    family: str | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within sequences of different lengths that lie behind each other, without padding.
+
+    Sequence s has the queries cu_seqlens_q[s] to cu_seqlens_q[s + 1] and the keys cu_seqlens_k[s] to
+    cu_seqlens_k[s + 1]; either may be none. Lengths are read by the kernel, never by the host: whatever they say, no
+    memory outside the tensors is touched.
+
+    Args:
+        q: [total_q, heads, head_dim], any strides; fp16, bf16 or fp32.
+        k: [total_k, kv_heads, head_dim].
+        v: [total_k, kv_heads, head_dim_v].
+        cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], cumulative lengths from 0.
+        max_seqlen_q, max_seqlen_k: no sequence is longer; what lies beyond is not computed.
+        causal, scale, return_lse, family, window, softcap, sinks: as for `attention`; a sequence's own lengths count.
+        alibi_slopes: [heads] or [sequences, heads].
+        seqused_k: int32 [sequences]; only so many keys of each sequence count.
+
+    Returns:
+        [total_q, heads, head_dim_v] and, if asked for, the log-sum-exp, fp32 [heads, total_q]; 0 and -inf for tokens
+        that belong to no sequence. Both are differentiable by q, k, v and sinks, once.
+
+    Raises:
+        InputError: the arguments do not fit together.
+        UnsupportedError: no kernel does this.
+    """
+    options = Options(softcap=softcap, alibi_slopes=alibi_slopes, window=window, sinks=sinks)
+    check_gradients(options)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
+    if not torch.compiler.is_compiling():
+        check_lengths(q, k, v, lengths)
+        check_device(q.device, family)
+    if q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (as_autocast(each, q.device.type) for each in (q, k, v))
+    given = (each for each in (q, k, v, sinks) if isinstance(each, Tensor))
+    wants_grad = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+    operator: Any = Varlen.apply if wants_grad and not torch.compiler.is_compiling() else _run
+    left, right = window_sides(window)
+    out, lse = operator(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, causal_from(causal), scale,
+        return_lse or wants_grad, family, softcap, left, right, alibi_slopes, sinks,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def compute(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: str,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+    softcap: float | None,
+    window_left: int | None,
+    window_right: int | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(output, lse), lse empty when it is not wanted; gradients need it."""
+    options = Options(softcap=softcap, alibi_slopes=alibi_slopes, window=(window_left, window_right), sinks=sinks)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
+    out, lse = attend(q, k, v, causal, scale, family, options, lengths)
+    return out, lse if return_lse else lse.new_empty(0)
+
+
+forward_varlen = torch.library.custom_op("flashgen::forward_varlen", mutates_args=())(compute)
+
+
+@forward_varlen.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse_shape = (q.shape[1], q.shape[0]) if others[7] else (0,)
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(lse_shape, dtype=lse_dtype)
+
+
+@torch.library.custom_op("flashgen::backward_varlen", mutates_args=())
+def backward_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: str,
+    scale: float | None,
+    softcap: float | None,
+    window_left: int | None,
+    window_right: int | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of what `forward_varlen` computed."""
+    options = Options(softcap=softcap, alibi_slopes=alibi_slopes, window=(window_left, window_right))
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
+    return gradients(q, k, v, o, lse, do, dlse, causal, scale, options, lengths)
+
+
+@backward_varlen.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _run(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """The operator, or what it does where nobody needs to see one."""
+    tensors = (each for each in inputs if isinstance(each, Tensor))
+    results: tuple[Tensor, Tensor] = (compute if is_direct(*tensors) else torch.ops.flashgen.forward_varlen)(*inputs)
+    return results
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *lengths, ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.causal, ctx.scale, ctx.with_lse, _ = inputs[:12]
+    ctx.numbers = inputs[12:15]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, *lengths, *inputs[15:])
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if not ctx.with_lse:
+        raise UnsupportedError(
+            "gradients of torch.ops.flashgen.forward_varlen need the log-sum-exp: pass return_lse=True."
+        )
+    if do is None and dlse is None:
+        return (None,) * (_SINKS + 1)
+    q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes, sinks = ctx.saved_tensors
+    do = torch.zeros_like(o) if do is None else do
+    dq, dk, dv = torch.ops.flashgen.backward_varlen(
+        q, k, v, o, lse, do, dlse, cu_seqlens_q, cu_seqlens_k, seqused_k, ctx.max_seqlen_q, ctx.max_seqlen_k,
+        ctx.causal, ctx.scale, *ctx.numbers, slopes,
+    )  # fmt: skip
+    dsinks = None
+    if ctx.needs_input_grad[_SINKS]:
+        # A sink is a key with value 0: its probability times (0 - delta); tokens of no sequence have no probability.
+        delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).T
+        delta = delta if dlse is None else delta - dlse
+        p = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == -math.inf, 0.0)
+        dsinks = -(p * delta).sum(1).to(sinks.dtype)
+    return (dq, dk, dv, *(None,) * (_SINKS - 3), dsinks)
+
+
+forward_varlen.register_autograd(_differentiate, setup_context=_save)
+backward_varlen.register_autograd(no_second_derivative, setup_context=save_nothing)
+
+
+class Varlen(torch.autograd.Function):
+    """Eager calls that are differentiated."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        """Arguments and results of `torch.ops.flashgen.forward_varlen`."""
+        return _run(*inputs)
+
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_differentiate)
