@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashgen.benchmark import Measurement, inputs, interleaved, sample, usual_modifiers
-from flashgen.check import Accuracy, check
+from flashgen.check import Accuracy, Launch, check
 from flashgen.families import Variant
 from flashgen.launch import arguments_of, bind, laid_out, launcher, workspace_size
 from flashgen.reference import tiled_attention
@@ -65,13 +66,17 @@ def checked(variant: Variant) -> Accuracy | Rejection:
     if variant.spec.op == "forward":
         return check(launch, variant.spec, "cuda")
 
+    return check(with_workspace(variant, launch), variant.spec, "cuda")
+
+
+def with_workspace(variant: Variant, launch: Launch) -> Launch:
+    """The launch of a backward, with a workspace of its own, full of NaN: what is left in one must not matter."""
     place = arguments_of(variant.spec).index("workspace")
 
-    def with_workspace(*given: Tensor | float) -> None:
-        # What is left in a workspace must not matter.
+    def launch_with(*given: Any) -> None:
         launch(*given[:place], _workspace(variant, given[0]).fill_(torch.nan), *given[place:])
 
-    return check(with_workspace, variant.spec, "cuda")
+    return launch_with
 
 
 def evaluate(variant: Variant, problems: Sequence[Problem], repeat_ms: int = 20) -> Evaluation | Rejection:

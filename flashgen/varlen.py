@@ -113,8 +113,8 @@ def _longest(lengths: Lengths, count: int) -> list[int]:
 
 def _judged(q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Options, lengths: Lengths) -> Modifiers:
     """Modifiers for all sequences at once, as if each had the longest length."""
-    as_one = (each.transpose(0, 1)[None] for each in (q, k, v))
-    check_tensors(*as_one, "bhsd", DTYPE_NAMES if q.is_cuda else CPU_DTYPES)
+    # As if all tokens were one sequence.
+    check_tensors(q[None], k[None], v[None], "bshd", DTYPE_NAMES if q.is_cuda else CPU_DTYPES)
     check_scale(scale, q.dtype)
     sizes = (lengths.sequences, q.shape[1], lengths.max_seqlen_q, lengths.max_seqlen_k)
     return modifiers_from(sizes, q, options)

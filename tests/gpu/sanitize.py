@@ -1,0 +1,82 @@
+"""Launches for NVIDIA's compute-sanitizer, small enough for it; every result is checked.
+
+compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py forward backward modified
+compute-sanitizer --tool racecheck python tests/gpu/sanitize.py forward
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from flashgen.benchmark import inputs
+from flashgen.cases import Case
+from flashgen.check import FLOOR, FORWARD_FACTOR, Accuracy, check, max_error
+from flashgen.evaluate import with_workspace
+from flashgen.families import FAMILIES, Family, Variant
+from flashgen.hardware import current_gpu
+from flashgen.launch import bind, launcher
+from flashgen.reference import plain_attention
+from flashgen.space import Config
+from flashgen.spec import Causal, Problem, Spec
+
+MASKS: tuple[Causal, ...] = ("none", "bottom_right")
+LENGTHS = ((1, 1), (65, 130), (200, 193), (384, 512))
+CASES = tuple(Case(f"{q}x{k}", Problem(1, 4, 2, q, k)) for q, k in LENGTHS)
+PAIRS = (
+    ("softcap", "window"), ("alibi", "bias"), ("mask", "sinks"), ("window", "segments"), ("bias", "softcap"),
+    ("mask", "alibi"), ("segments", "bias"), ("window", "sinks"),
+)  # fmt: skip
+
+
+def forward() -> None:
+    family = FAMILIES["hopper_fwd"]
+    for head_dim, causal, schedule in itertools.product((64, 128, 256), MASKS, (0, 1, 2)):
+        spec = Spec(head_dim=head_dim, head_dim_v=head_dim, dtype="bf16", causal=causal)
+        config = Config(**{**family.default(spec, current_gpu()), "schedule": schedule, "ahead": 0})
+        for case in CASES:
+            q, k, v = inputs(spec, case.problem, "cuda")
+            o, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan, device="cuda")
+            bind(Variant(family, spec, config), q, k, v, o)(q, k, v, o, lse, spec.head_dim**-0.5)
+            true, _ = plain_attention(q.double(), k.double(), v.double(), causal=causal)
+            plain, _ = plain_attention(q, k, v, causal=causal)
+            allowed = FORWARD_FACTOR * max_error(plain, true) + FLOOR
+            assert max_error(o, true) <= allowed, (spec.slug, case.name)
+
+
+def _checked(variant: Variant) -> None:
+    launch = launcher(variant)
+    if variant.spec.op == "backward":
+        launch = with_workspace(variant, launch)
+    result = check(launch, variant.spec, "cuda", CASES)
+    assert isinstance(result, Accuracy), (variant.slug, result)
+
+
+def backward() -> None:
+    for family, head_dim, causal in itertools.product(_backwards(), (64, 128, 256), MASKS):
+        spec = Spec("backward", head_dim, head_dim, "bf16", causal)
+        if family.refuses(spec, family.default(spec, current_gpu()), current_gpu()) is None:
+            _checked(Variant(family, spec, family.default(spec, current_gpu())))
+
+
+def _backwards() -> Iterator[Family]:
+    return (family for family in FAMILIES.values() if family.op == "backward")
+
+
+def modified() -> None:
+    for pair, causal, name in itertools.product(PAIRS, MASKS, ("triton_fwd", "triton_bwd")):
+        family = FAMILIES[name]
+        names = [each for each in pair if (each, family.op) != ("sinks", "backward")]
+        flags: dict[str, Any] = {each: "bf16" if each == "bias" else True for each in names}
+        spec = Spec(family.op, 64, 64, "bf16", causal, **flags)
+        _checked(Variant(family, spec, family.default(spec, current_gpu())))
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        {"forward": forward, "backward": backward, "modified": modified}[each]()
+        print(f"{each}: all right", flush=True)
