@@ -12,6 +12,7 @@ from flashgen.choice import choose
 from flashgen.families import FAMILIES
 from flashgen.hardware import Gpu
 from flashgen.records import Entry
+from flashgen.space import Rule
 from flashgen.spec import Bucket, Spec
 
 FIRST, SECOND = Path("first.yaml"), Path("second.yaml")
@@ -96,6 +97,42 @@ def test_ieee_winner_never_answers_tf32() -> None:
 
 def test_top_left_uses_what_bottom_right_tuned() -> None:
     assert choose([(FIRST, entry())], replace(SPEC, causal="top_left"), AT_4096, H200).found is not None
+
+
+WINDOWED = replace(SPEC, window=True, softcap=True)
+
+
+def test_entries_without_the_features_answer_where_none_has_them() -> None:
+    plain, own = entry(config=5, median_us=1.0), entry(spec=WINDOWED, measured=False)
+    result = choose([(FIRST, plain)], WINDOWED, AT_4096, H200)
+    assert result.found is not None and result.found.entry is plain
+    assert result.notes == [
+        "0 of 1 entries for h200 are for d128_bf16_causal_softcap_window.",
+        "1 of 1 entries for h200 are for d128_bf16_causal.",
+    ]
+    # Slower, estimated and of the last file, but of the very spec.
+    assert choose([(FIRST, plain), (SECOND, own)], WINDOWED, AT_4096, H200).found.entry is own  # type: ignore[union-attr]
+    # Outside the lengths of its own entries those without the features are asked as well.
+    assert choose([(FIRST, entry(512, spec=WINDOWED)), (FIRST, plain)], WINDOWED, AT_4096, H200).found.entry is plain  # type: ignore[union-attr]
+
+
+def test_entries_with_features_never_answer_other_specs() -> None:
+    tuned = [(FIRST, entry(spec=WINDOWED))]
+    for other in (SPEC, replace(WINDOWED, softcap=False), replace(WINDOWED, mask=True)):
+        assert choose(tuned, other, AT_4096, H200).found is None
+
+
+def test_a_family_that_refuses_the_features_lends_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Rule("features", lambda spec, config, gpu: "has no windows" if spec.window else None)
+    other = replace(FAMILIES["triton_fwd"], name="other_fwd", rules=(rule, *FAMILIES["triton_fwd"].rules))
+    monkeypatch.setitem(FAMILIES, "other_fwd", other)
+    fast, slow = entry(family="other_fwd", median_us=1.0), entry(config=1, median_us=900.0)
+    tuned = [(FIRST, fast), (FIRST, slow)]
+    assert choose(tuned, SPEC, AT_4096, H200).found.entry is fast  # type: ignore[union-attr]
+    result = choose(tuned, WINDOWED, AT_4096, H200)
+    assert result.found is not None and result.found.entry is slow
+    assert any("other_fwd" in note and note.endswith("passed over: has no windows.") for note in result.notes)
+    assert choose(tuned[:1], WINDOWED, AT_4096, H200).found is None
 
 
 def test_refused_config_falls_through_with_the_reason() -> None:

@@ -388,3 +388,65 @@ def test_bf16_bias_of_fp32_tensors_is_refused_before_a_launch(bounds: list[_Boun
     with pytest.raises(InputError, match=r"bias must be torch\.float32"):
         modified.attend(q, k, v, "none", None, "bhsd", False, None, Options(bias=torch.ones(6).bfloat16()))
     assert not bounds
+
+
+class _OnGpu(Tensor):
+    """A CPU tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def gpu_tensors(monkeypatch: pytest.MonkeyPatch) -> Three:
+    monkeypatch.setattr(plans, "gpu_of", lambda index: Gpu.named("h200"))
+    q, k, v = (each.as_subclass(_OnGpu) for each in tensors(dtype=torch.float32))
+    return q, k, v
+
+
+@every_set
+def test_eager_calls_pass_the_operators_by(
+    features: tuple[str, ...], gpu_tensors: Three, bounds: list[_Bound | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("an eager call on a GPU went through an operator")
+
+    given = options(*features, dtype=torch.float32)
+    leaves = [each.requires_grad_() for each in gpu_tensors]
+    others = [each.clone().requires_grad_() for each in tensors(dtype=torch.float32)]
+    for name in {"bias", "sinks"} & set(given):
+        given[name].requires_grad_()
+        leaves.append(given[name])
+        others.append(given[name])
+    expected, expected_lse = flashgen.attention(*others[:3], return_lse=True, **given)
+    upstream = torch.randn(expected.shape), torch.randn(expected_lse.shape)
+    gradients = torch.autograd.grad((expected, expected_lse), others, upstream)
+    for name in ("forward_modified", "backward_modified"):
+        monkeypatch.setattr(torch.ops.flashgen, name, refuse)
+    o, lse = flashgen.attention(*leaves[:3], return_lse=True, **given)
+    results = o, lse, *torch.autograd.grad((o, lse), leaves, upstream)
+    for one, other in zip(results, (expected, expected_lse, *gradients), strict=True):
+        torch.testing.assert_close(one.as_subclass(Tensor), other)
+    with torch.no_grad():
+        alone = flashgen.attention(*leaves[:3], **given)
+    assert torch.equal(alone, o)  # type: ignore[arg-type]
+    assert [bound.spec.op for bound in bounds if bound is not None] == ["forward", "backward"]
+
+
+def test_bad_options_never_reach_a_plan(gpu_tensors: Three, bounds: list[_Bound | None]) -> None:
+    q, k, v = gpu_tensors
+    for given in ({"softcap": 0.0}, {"window": (-1, 1)}, {"bias": torch.ones(5)}, {"mask": torch.ones(6)}):
+        for wants_grad in (False, True):
+            with pytest.raises(InputError):
+                flashgen.attention(q.detach().requires_grad_(wants_grad), k, v, **given)  # type: ignore[arg-type]
+    assert not bounds
+
+
+def test_explain_takes_the_options(gpu_tensors: Three) -> None:
+    given = options(*FEATURES, dtype=torch.float32)
+    selection = flashgen.explain(*gpu_tensors, causal=True, family="triton_fwd", **given)
+    assert selection.variant.spec.features == FEATURES and selection.variant.spec.bias == "fp32"
+    backward = flashgen.explain(*gpu_tensors, op="backward", family="triton_bwd", **given)
+    assert backward.variant.spec.features == FEATURES[:-1]
+    assert flashgen.explain(*gpu_tensors, window=(None, None)).variant.spec.features == ()
+    with pytest.raises(InputError, match="softcap must be"):
+        flashgen.explain(*gpu_tensors, softcap=-1.0)

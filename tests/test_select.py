@@ -263,3 +263,19 @@ def test_short_sequences_default_to_the_kernel_that_is_launched_faster() -> None
     assert _select(ODD, 128).variant.family.name == "triton_fwd"
     assert _select(ODD, 256).variant.family is HOPPER_FWD
     assert select(ODD, Problem(1, 1, 1, 16, 16), H200, "hopper_fwd").variant.family is HOPPER_FWD
+
+
+def test_features_that_nobody_tuned_take_what_was_tuned_without_them(tuned: Callable[..., Path]) -> None:
+    path = tuned(entry(4096, config=5))
+    spec = replace(SPEC, window=True, bias="fp32")
+    selection = _select(spec, family="triton_fwd")
+    assert selection.variant == Variant(FAMILY, spec, USABLE[5])
+    assert (selection.method, selection.source) == ("measured", str(path))
+    assert selection.why == (
+        "exactly this bucket (seq_q 4096, seq_kv 4096), tuned for d128_bf16_causal, without its bias and window"
+    )
+    tuned(entry(4096, spec=spec, config=2))
+    assert _select(spec, family="triton_fwd").why.endswith("123.4 us measured")
+    assert _select(spec, family="triton_fwd").variant.config == USABLE[2]
+    odd = replace(ODD, softcap=True)
+    assert _select(odd, family="triton_fwd").method == "default"
