@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen import spec
+
+# What `attention` has options for.
+FEATURES = tuple(name for name in spec.FEATURES if name != "varlen")
 Three = tuple[Tensor, Tensor, Tensor]
 
 

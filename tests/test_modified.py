@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from modified_calls import Three, options, random, tensors
+from modified_calls import FEATURES, Three, options, random, tensors
 from torch import Tensor
 
 import flashgen
@@ -20,7 +20,7 @@ from flashgen.launch import arguments_of, laid_out
 from flashgen.modifiers import Modifiers, Options, modifiers_from
 from flashgen.reference import plain_attention, tiled_attention, tiled_backward
 from flashgen.select import Selection, select
-from flashgen.spec import FEATURES, Problem, Spec
+from flashgen.spec import Problem, Spec
 from flashgen.tensors import causal_from
 
 PAIRS = (("softcap", "bias"), ("window", "alibi"), ("mask", "segments"), ("window", "sinks"), ("bias", "sinks"))

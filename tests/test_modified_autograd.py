@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from modified_calls import options, random, tensors
+from modified_calls import FEATURES, options, random, tensors
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,7 +19,6 @@ import flashgen
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.modified_autograd import flat
 from flashgen.modifiers import Options
-from flashgen.spec import FEATURES
 
 every_feature = pytest.mark.parametrize("features", [*((name,) for name in FEATURES), FEATURES], ids="+".join)
 Call = Callable[..., Any]

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from modified_calls import options, random
+from modified_calls import FEATURES, options, random
 from torch import Tensor
 
 import flashgen
-from flashgen.spec import FEATURES
 
 SETS = (*((feature,) for feature in FEATURES), ("softcap", "window"), ("bias", "mask", "sinks"), FEATURES)
 
