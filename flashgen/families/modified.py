@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flashgen.hardware import Gpu
+from flashgen.space import Config
 from flashgen.spec import FEATURES, Spec
 
 # By feature: what a kernel takes as pointers and numbers, in launch.arguments_of's order, what it takes as strides, and
@@ -40,9 +42,7 @@ _DESCRIBED = {
     "bias": ("bias: [batch, heads, seq_q, seq_kv], any strides.",),
     "window": ("window_left, window_right: keys seen before and after a row's own; right 0 where causal.",),
     "mask": ("mask: bytes [batch, heads, seq_q, seq_kv], any strides; other than 0 is seen.",),
-    "segments": (
-        "segment_ids_q [batch, seq_q], segment_ids_kv [batch, seq_kv]: int32 contiguous; equal ones are seen.",
-    ),
+    "segments": ("segment_ids_q [batch, seq_q], segment_ids_kv [batch, seq_kv]: int32 contiguous.",),
     "sinks": ("sinks: fp32 [heads], one more logit of every row.",),
     "varlen": (
         "cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], cumulative; total_q, total_k: tokens that there are.",
@@ -74,3 +74,10 @@ def derived(spec: Spec) -> Mapping[str, object]:
         "ranged": spec.causal != "none" or spec.window,
         "sparse": spec.mask or spec.segments,
     }
+
+
+def plain_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    """For families whose templates name none of this."""
+    if spec.features:
+        return f"computes no {', '.join(spec.features)}: {'triton_fwd' if spec.op == 'forward' else 'triton_bwd'} does"
+    return None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from flashgen.families.family import Family, Tile
+from flashgen.families.modified import derived
 from flashgen.families.triton_fwd import capability_rule, has_warpgroups, plain_products
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
@@ -211,5 +212,5 @@ TRITON_BWD = Family(
         "dkdv_kernel": tuple(name for name in CHOICES if name.startswith("dkdv_")),
         "dq_kernel": tuple(name for name in CHOICES if name.startswith("dq_")),
     },
-    derived=lambda spec: {"passes": passes(spec)},
+    derived=lambda spec: {"passes": passes(spec), **derived(spec)},
 )
