@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashgen import reference
+from flashgen.modifiers import Modifiers
 from flashgen.reference import plain_attention, tiled_attention
 from flashgen.spec import Causal
 
@@ -132,3 +133,16 @@ def test_nothing_to_attend(causal: Causal, batch: int, heads: int, kv_heads: int
     dq, dk, dv = tiled_backward(q, k, k[..., :5], o, lse, torch.ones_like(o), causal=causal)
     for gradient, tensor in ((dq, q), (dk, k), (dv, k[..., :5])):
         assert torch.equal(gradient, torch.zeros_like(tensor))
+
+
+@pytest.mark.parametrize("sink", [None, -math.inf, 1.0])
+def test_a_row_whose_bias_is_minus_infinity_has_no_gradient(sink: float | None) -> None:
+    q, k, v, do = (torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
+    bias = torch.zeros(1, 2, 5, 5)
+    bias[:, :, 2] = -math.inf
+    modifiers = Modifiers(bias=bias, sinks=None if sink is None else torch.full((2,), sink))
+    o, lse = tiled_attention(q, k, v, modifiers=modifiers)
+    gradients = reference.tiled_backward(q, k, v, o, lse, do, modifiers=modifiers)
+    assert all(each.isfinite().all() for each in gradients if each is not None)
+    assert gradients.dbias is not None
+    assert not gradients.dq[:, :, 2].any() and not gradients.dbias[:, :, 2].any()
