@@ -111,7 +111,9 @@ def render(variant: Variant, *, interpreter: bool = False, standalone: bool = Fa
 def _listed(names: Sequence[str], indent: int) -> str:
     """Names separated by commas, on as many lines as they need, the first of which is indented already."""
     margin = " " * indent
-    return textwrap.fill(", ".join(names), MAX_LINE - 1, initial_indent=margin, subsequent_indent=margin).lstrip()
+    whole = ", ".join(name.replace(" ", "\0") for name in names)
+    lines = textwrap.fill(whole, MAX_LINE - 1, initial_indent=margin, subsequent_indent=margin)
+    return lines.replace("\0", " ").lstrip()
 
 
 def _wrapped(text: str) -> str:
