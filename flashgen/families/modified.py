@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flashgen.hardware import Gpu
+from flashgen.space import Config
 from flashgen.spec import FEATURES, Spec
 
 # By feature: what a kernel takes as pointers and numbers, in launch.arguments_of's order, what it takes as strides, and
@@ -39,15 +41,20 @@ _DESCRIBED = {
     "bias": ("bias: [batch, heads, seq_q, seq_kv], any strides.",),
     "window": ("window_left, window_right: keys seen before and after a row's own; right 0 where causal.",),
     "mask": ("mask: bytes [batch, heads, seq_q, seq_kv], any strides; other than 0 is seen.",),
-    "segments": ("segment_ids_q [batch, seq_q], segment_ids_kv [batch, seq_kv]: int32 contiguous; equal ones are seen.",),
+    "segments": ("segment_ids_q [batch, seq_q], segment_ids_kv [batch, seq_kv]: int32 contiguous.",),
     "sinks": ("sinks: fp32 [heads], one more logit of every row.",),
 }
+
+
+def sparse(spec: Spec) -> bool:
+    """Whether blocks in the middle of what a row may see can be hidden as a whole, which loops then skip."""
+    return spec.mask or spec.segments
 
 
 def derived(spec: Spec) -> Mapping[str, object]:
     """What the templates name: lists of names and lines, as the tables above say, and what a spec's features imply.
 
-    `shaping`: `modified` changes the scores. `ranged`: which keys a row sees depends on its place. `sparse`: whether blocks in the middle of what a row may see can be hidden as a whole, which loops then skip.
+    `shaping`: `modified` changes the scores. `ranged`: which keys a row sees depends on its place.
     """
 
     def of(table: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -62,5 +69,12 @@ def derived(spec: Spec) -> Mapping[str, object]:
         "shaping": of(_SHAPING),
         "seeing": of(_SEEING),
         "ranged": spec.causal != "none" or spec.window,
-        "sparse": spec.mask or spec.segments,
+        "sparse": sparse(spec),
     }
+
+
+def plain_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    """For families whose templates name none of this."""
+    if spec.features:
+        return f"computes no {', '.join(spec.features)}: {'triton_fwd' if spec.op == 'forward' else 'triton_bwd'} does"
+    return None
