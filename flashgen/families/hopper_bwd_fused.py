@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from flashgen.families.family import Family, Tile
 from flashgen.families.hopper_fwd import GLUON_DTYPES, capability_rule, inputs_rule
+from flashgen.families.modified import plain_rule
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
 from flashgen.spec import Spec
@@ -80,6 +81,7 @@ def default(spec: Spec, gpu: Gpu) -> Config:
 
 RULES = (
     Rule("capability", capability_rule),
+    Rule("features", plain_rule),
     Rule("inputs", inputs_rule),
     Rule("width", _width_broken),
     Rule("combination", _combination_broken),

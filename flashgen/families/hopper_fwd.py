@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashgen.families.family import Family, Tile
+from flashgen.families.modified import plain_rule
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
 from flashgen.spec import Problem, Spec
@@ -153,6 +154,7 @@ def default(spec: Spec, gpu: Gpu) -> Config:
 
 RULES = (
     Rule("capability", capability_rule),
+    Rule("features", plain_rule),
     Rule("inputs", inputs_rule),
     Rule("combination", _combination_broken),
     Rule("registers", _registers_broken),
