@@ -5,6 +5,7 @@ As `interpreter_worker.py`: reads pickled (path, arguments of `launch`), answers
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import sys
@@ -13,16 +14,15 @@ from pathlib import Path
 
 from flashgen.compile import load_module
 
-# Where `launch` takes dq, dk and dv.
-GRADIENTS = slice(7, 10)
-
 
 def _run(path: Path, *arguments: object) -> tuple[object, ...]:
     module = load_module(path)
     kernels = (module.delta_kernel, module.dkdv_kernel, module.dq_kernel)
     assert {type(kernel).__name__ for kernel in kernels} == {"InterpretedFunction"}, "TRITON_INTERPRET came too late"
     module.launch(*arguments)
-    return arguments[GRADIENTS]
+    # dq, dk, dv and, where there is a bias, dbias.
+    names = list(inspect.signature(module.launch).parameters)
+    return arguments[names.index("dq") : names.index("workspace")]
 
 
 def main() -> None:

@@ -1,0 +1,121 @@
+"""Launchers of generated files in Triton's interpreter, for the tests of modified scores."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashgen import check
+from flashgen.cases import Case
+from flashgen.check import Launch
+from flashgen.compile import write_source
+from flashgen.families import FAMILIES, Variant
+from flashgen.launch import arguments_of
+from flashgen.modifiers import Modifiers
+from flashgen.render import render
+from flashgen.space import Config
+from flashgen.spec import DTYPE_NAMES, Causal, Op, Spec
+
+WORKERS = {"forward": "interpreter_worker.py", "backward": "backward_worker.py"}
+FAMILY = {"forward": "triton_fwd", "backward": "triton_bwd"}
+# Of `arguments_of` a spec: what is written.
+RESULTS = ("dq", "dk", "dv", "dbias")
+
+
+class Interpreter:
+    """The other end of `interpreter_worker.py` or `backward_worker.py`."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def launcher(self, spec: Spec, config: Config) -> Launch:
+        """A function of `arguments_of` the spec, without the workspace."""
+        variant = Variant(FAMILIES[FAMILY[spec.op]], spec, config)
+        path = write_source(render(variant, interpreter=True), variant.slug)
+        names = list(arguments_of(spec))
+        written = [names.index(name) for name in (("o", "lse") if spec.op == "forward" else RESULTS) if name in names]
+
+        def launch(*arguments: Tensor | float | None) -> None:
+            given = list(arguments)
+            if "workspace" in names:
+                q = arguments[0]
+                assert isinstance(q, Tensor)
+                # 2 * batch * heads * seq_q, padded to 128; what was left in it must not matter.
+                size = 2 * q.shape[0] * q.shape[1] * -(-q.shape[2] // 128) * 128
+                given.insert(names.index("workspace"), torch.full((size,), torch.nan))
+            assert self._process.stdin is not None and self._process.stdout is not None
+            pickle.dump((path, *given), self._process.stdin)
+            self._process.stdin.flush()
+            answer = pickle.load(self._process.stdout)
+            if isinstance(answer, str):
+                pytest.fail(answer)
+            # The whole memory, so that what was written outside the view is seen too.
+            for index, result in zip(written, answer, strict=True):
+                mine = given[index]
+                if isinstance(mine, Tensor):
+                    mine.untyped_storage().copy_(result.untyped_storage())
+
+        return launch
+
+
+@contextmanager
+def interpreter_of(op: str) -> Iterator[Interpreter]:
+    """An interpreter of forward or backward files."""
+    command = [sys.executable, str(Path(__file__).with_name(WORKERS[op]))]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        yield Interpreter(process)
+
+
+def assert_right(launch: Launch, spec: Spec, cases: tuple[Case, ...]) -> None:
+    """`check` accepts it, and forgives bf16, which the interpreter truncates where hardware rounds, twice the error."""
+    prepare = check.prepare
+
+    def allow_truncation(spec: Spec, case: Case, device: str) -> check.Prepared:
+        prepared = prepare(spec, case, device)
+        twice = tuple(
+            each if each.name == "lse" else replace(each, allowed=2 * each.allowed) for each in prepared.expected
+        )
+        return replace(prepared, expected=twice) if "bf16" in (spec.dtype, spec.bias) else prepared
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "prepare", allow_truncation)
+        result = check.check(launch, spec, "cpu", cases)
+    assert isinstance(result, check.Accuracy), result.reason
+
+
+def spec_of(op: Op, q: Tensor, v: Tensor, modifiers: Modifiers, causal: Causal) -> Spec:
+    """What a kernel has to compute for one call."""
+    return Spec(
+        op=op,
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        dtype=DTYPE_NAMES[q.dtype],
+        causal=causal,
+        softcap=modifiers.softcap is not None,
+        alibi=modifiers.alibi_slopes is not None,
+        bias="none" if modifiers.bias is None else DTYPE_NAMES[modifiers.bias.dtype],
+        window=modifiers.window is not None,
+        mask=modifiers.mask is not None,
+        segments=modifiers.segment_ids_q is not None,
+        sinks=modifiers.sinks is not None,
+    )
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# (left, right) and (seq_q, seq_kv): only the row's own key, one side, blocks seen whole, wider than everything.
+WINDOWS = ((0, 0), (0, 5), (20, 1), (40, 33), (None, 2), (2, None), (1000, 1000))
+LENGTHS = ((53, 37), (37, 70), (70, 70))
