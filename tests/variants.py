@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from flashgen.compile import compile_kernel, compile_resources, kernel_resources
 from flashgen.families import FAMILIES, Variant
@@ -39,6 +40,11 @@ def variant(
     return Variant(TRITON_FWD, spec, config)
 
 
+# What scores can go through in both directions; the bias in another type than the inputs.
+EVERYTHING: dict[str, Any] = {
+    "softcap": True, "alibi": True, "bias": "fp32", "window": True, "mask": True, "segments": True,
+}  # fmt: skip
+
 # One golden file each; all of them run on sm_80 and sm_90.
 GOLDEN = (
     variant(Spec(dtype="bf16"), 128, 64, 8, 3),
@@ -46,6 +52,8 @@ GOLDEN = (
     variant(Spec(head_dim=64, head_dim_v=64, dtype="fp16", causal="top_left"), 128, 64, 4, 3, advance=1),
     variant(Spec(head_dim=72, head_dim_v=40, dtype="fp16", causal="bottom_right"), 64, 32, 4, 2, index_bits=64),
     variant(Spec(head_dim=64, head_dim_v=64, dtype="fp32"), 32, 32, 4, 2),
+    variant(Spec("forward", 64, 64, "bf16", "bottom_right", **EVERYTHING, sinks=True), 64, 32, 4, 2),
+    variant(Spec("forward", 64, 64, "fp16", softcap=True, window=True), 128, 64, 8, 2, advance=1),
 )
 
 
@@ -64,6 +72,8 @@ BACKWARD_GOLDEN = (
     backward(Spec("backward", 72, 40, "fp16"), (32, 128, 8, 3), (64, 32, 4, 2)),
     # Wide heads: one sum after the other.
     backward(Spec("backward", 256, 256, "bf16"), (32, 64, 4, 2), (64, 32, 4, 2)),
+    backward(Spec("backward", 64, 64, "bf16", "bottom_right", **EVERYTHING), (32, 64, 4, 2), (64, 32, 4, 2)),
+    backward(Spec("backward", 64, 64, "fp16", softcap=True, window=True), (64, 128, 8, 2), (128, 64, 8, 2)),
 )
 
 
