@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from flashgen.families import FAMILIES, Family, Variant, families_of, family_nam
 from flashgen.gate import judge
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.paths import data_dir
-from flashgen.spec import Causal, DType, Spec
+from flashgen.spec import FEATURES, Causal, DType, Spec
 from flashgen.workers import Workers
 
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
@@ -203,3 +204,33 @@ def test_default_compiles_and_is_worth_running(family: Family, arch: str, worker
         assert judge(each, gpu, outcome) is None, (each.slug, outcome)
         low, high = family.shared_memory(each.spec, each.config, gpu)
         assert low <= max(used.shared for used in outcome) <= high, each.slug
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("hopper")])
+def test_hopper_families_refuse_what_they_do_not_compute(name: str) -> None:
+    family = FAMILIES[name]
+    plain = Spec(family.op)
+    config = family.default(plain, H100)
+    assert family.refuses(plain, config, H100) is None
+    general = "triton_fwd" if family.op == "forward" else "triton_bwd"
+    for feature in FEATURES:
+        if (family.op, feature) != ("backward", "sinks"):
+            spec = replace(plain, **{feature: "bf16" if feature == "bias" else True})
+            assert _refusal(Variant(family, spec, config), H100) == (
+                "features",
+                f"computes no {feature}: {general} does",
+            )
+            assert not family.space(spec, H100).usable
+    both = Variant(family, replace(plain, softcap=True, window=True), config)
+    assert _refusal(both, H100)[1] == f"computes no softcap, window: {general} does"
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_triton_families_take_every_feature(feature: str) -> None:
+    for op, name in (("forward", "triton_fwd"), ("backward", "triton_bwd")):
+        if (op, feature) != ("backward", "sinks"):
+            family, spec = FAMILIES[name], replace(Spec(op), **{feature: "fp32" if feature == "bias" else True})
+            for gpu in (A100, H100, RTX4090):
+                config = family.default(spec, gpu)
+                assert family.refuses(spec, config, gpu) is None
+                assert family.shared_memory(spec, config, gpu)[1] <= gpu.shared_per_block

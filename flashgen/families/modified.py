@@ -52,6 +52,11 @@ _DESCRIBED = {
 }
 
 
+def sparse(spec: Spec) -> bool:
+    """Whether blocks in the middle of what a row may see can be hidden as a whole, which loops then skip."""
+    return spec.mask or spec.segments
+
+
 def derived(spec: Spec) -> Mapping[str, object]:
     """What the templates name: lists of names and lines, as the tables above say, and what a spec's features imply.
 
@@ -72,7 +77,7 @@ def derived(spec: Spec) -> Mapping[str, object]:
         "shaping": of(_SHAPING),
         "seeing": of(_SEEING),
         "ranged": spec.causal != "none" or spec.window,
-        "sparse": spec.mask or spec.segments,
+        "sparse": sparse(spec),
     }
 
 

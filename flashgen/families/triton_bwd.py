@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Literal
 
 from flashgen.families.family import Family, Tile
-from flashgen.families.modified import derived
+from flashgen.families.modified import derived, sparse
 from flashgen.families.triton_fwd import capability_rule, has_warpgroups, plain_products
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
-from flashgen.spec import Spec
+from flashgen.spec import ELEMENT_BYTES, Spec
 
 CHOICES = {
     "dkdv_block_q": (16, 32, 64, 128),
@@ -70,6 +70,10 @@ def _shared_memory(tile: Tile, spec: Spec, gpu: Gpu) -> tuple[int, int]:
     # P and dS change layout between products, what is not pipelined as well; log-sum-exp and delta stream along.
     scores = 2 * tile.block * tile.step * spec.element_bytes + 8 * stages * tile.step
     scores += step // 2 if stages == 1 else 0
+    if spec.bias != "none" or sparse(spec):
+        # Tiles of the bias pass through shared memory too, and nothing is pipelined where blocks are skipped.
+        bias = tile.block * tile.step * ELEMENT_BYTES.get(spec.bias, 0)
+        return 0 if plain_products(spec, gpu) else block, block + stages * (step + bias) + scores + 1024
     if gpu.backend == "hip" or plain_products(spec, gpu):
         # Products without tensor cores and machines without cp.async: only compiling tells.
         return 0, block + stages * step + scores
@@ -181,7 +185,9 @@ def _default_numbers(kernel: str, spec: Spec, gpu: Gpu) -> tuple[int, int, int, 
     most = _DEFAULT_WARPGROUP_REGISTERS if has_warpgroups(gpu) else _DEFAULT_REGISTERS
     # Without tensor cores operands live in registers too: the first of these that spill little for sm_75 and for fp32.
     small = 8 if spec.block_d + spec.block_dv <= 128 else 9
-    for numbers in _DEFAULTS[small if plain_products(spec, gpu) else 0 :]:
+    # Addresses of bias and mask, 64 bits an element, take as many registers as scores do.
+    large = 6 if spec.bias != "none" or spec.mask else 0
+    for numbers in _DEFAULTS[small if plain_products(spec, gpu) else large :]:
         loops = _tiles(kernel, spec, *numbers)
         fit = all(_shared_memory(tile, spec, gpu)[1] <= gpu.shared_per_block for tile in loops)
         lean = all(tile.block < 128 or _registers(tile, gpu) <= most for tile in loops)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from flashgen.families.family import Family, Tile
-from flashgen.families.modified import derived
+from flashgen.families.modified import derived, sparse
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
-from flashgen.spec import Spec
+from flashgen.spec import ELEMENT_BYTES, Spec
 
 CHOICES = {
     "block_q": (16, 32, 64, 128, 256),
@@ -41,6 +41,10 @@ def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
     q = block_q * spec.block_d * element
     kv = block_kv * (spec.block_d + spec.block_dv) * element
     p = block_q * block_kv * element
+    if spec.bias != "none" or sparse(spec):
+        # Tiles of the bias pass through shared memory too, and nothing is pipelined where blocks are skipped.
+        bias = block_q * block_kv * ELEMENT_BYTES.get(spec.bias, 0)
+        return 0 if plain_products(spec, gpu) else q, q + stages * (kv + bias) + p + 1024
     if gpu.backend == "hip" or plain_products(spec, gpu):
         # Without tensor cores or without cp.async only compiling tells.
         return 0, q + stages * kv + block_q * (block_kv + 1) * 4
@@ -131,6 +135,9 @@ def _tiles(spec: Spec, gpu: Gpu) -> tuple[tuple[int, int, int, int], ...]:
         # Operands live in registers too: the first of these that did not spill for sm_75 and for fp32.
         width = spec.block_d + spec.block_dv
         return _SMALL_TILES[0 if width <= 128 else 1 if width <= 384 else 3 :]
+    if spec.bias != "none" or spec.mask:
+        # Their addresses, 64 bits an element, take as many registers as scores do: larger tiles spill in the loop.
+        return (_TILES[-1], *_SMALL_TILES)
     narrow = _NARROW_TILES if max(spec.block_d, spec.block_dv) <= 64 else ()
     return (*narrow, *_TILES, *_SMALL_TILES)
 
