@@ -204,8 +204,10 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
             if aligned and name.startswith("stride_"):
                 attributes[(index,)] = [["tt.divisibility", 16 // spec.element_bytes]]
         elif name in _MODIFIER_POINTERS:
-            # The caller's own tensors: nothing is known of where they start.
             signature[name] = _MODIFIER_POINTERS[name] or f"*{spec.bias}"
+            # The caller's own tensors: of the others nothing is known of where they start.
+            if options.get("DENSE") and name in ("BIAS", "DBIAS", "MASK"):
+                attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "*fp32" if name in FLOAT_POINTERS else f"*{spec.dtype}"
             if name in FLOAT_POINTERS[:2] or (aligned and name != "DLSE"):

@@ -203,7 +203,10 @@ def planned(
     key = (
         op, causal, layout, family, varlen, q.dtype is torch.float32 and tf32_allowed(),
         *((each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15) for each in tensors),
-        *((each.stride(), each.dtype) if isinstance(each, Tensor) else each is None for each in modifiers),
+        *(
+            (each.stride(), each.dtype, each.data_ptr() & 15) if isinstance(each, Tensor) else each is None
+            for each in modifiers
+        ),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is not None:

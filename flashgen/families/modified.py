@@ -61,7 +61,7 @@ def derived(spec: Spec) -> Mapping[str, object]:
     """What the templates name: lists of names and lines, as the tables above say, and what a spec's features imply.
 
     `scored`: blocks of scores are handled in another way. `ranged`: which keys a row sees depends on its place.
-    `sparse`: blocks in the middle of what a row may see can be hidden as a whole.
+    `dense`: what has a number for every row and key.
     """
 
     def of(table: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -77,7 +77,7 @@ def derived(spec: Spec) -> Mapping[str, object]:
         "shaping": of(_SHAPING),
         "seeing": of(_SEEING),
         "ranged": spec.causal != "none" or spec.window,
-        "sparse": sparse(spec),
+        "dense": [name for name in ("bias", "mask") if name in spec.features],
     }
 
 
