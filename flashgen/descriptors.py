@@ -33,7 +33,7 @@ def describing(bound: Any, layouts: list[Layout | None]) -> Callable[..., None]:
     """A launch of a kernel that takes some arguments as descriptors.
 
     Args:
-        bound: the kernel, a flashgen.launch.Bound.
+        bound: the kernel, a flashgen.bound.Bound.
         layouts: of the first arguments those that are descriptors' layouts; None for what the kernel takes as it is.
     """
     make = _past_descriptors(bound)
@@ -60,7 +60,7 @@ def forward(bound: Any, views: tuple[Tensor, ...], counts: bool) -> Callable[...
     """A launch of a forward kernel that takes q, k, v and o as descriptors.
 
     Args:
-        bound: the kernel, a flashgen.launch.Bound.
+        bound: the kernel, a flashgen.bound.Bound.
         views: q, k, v and o.
         counts: whether the kernel counts tiles.
     """

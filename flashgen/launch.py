@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashgen import descriptors
+from flashgen.bound import Bound, Cooperative
 from flashgen.compile import Launch, compile_kernel, launches, module_of
 from flashgen.errors import UnsupportedError
 from flashgen.families import Variant
@@ -50,47 +51,19 @@ def laid_out(spec: Spec) -> tuple[str, ...]:
 _compiling = threading.Lock()
 
 
-class Bound:
-    """One kernel bound to one layout on one device: everything that is known before the pointers are.
+def _bound(variant: Variant, device: int, launch: Launch, aligned: bool) -> Bound:
+    """One launch of a variant, compiled and loaded."""
+    kernel = loaded(variant, launch.kernel, device, tuple(sorted(launch.options.items())), aligned)
+    if not launch.options.get("launch_cooperative_grid"):
+        return Bound(kernel, device, launch)
 
-    Calling it with the kernel's pointers and scale launches on the current stream of its device, from whatever device
-    is current.
-    """
+    @functools.cache
+    def spare() -> Bound:
+        # The last of the sizes says whether all blocks run at once.
+        options = {**launch.options, "launch_cooperative_grid": False}
+        return _bound(variant, device, launch._replace(sizes=(*launch.sizes[:-1], 0), options=options), aligned)
 
-    __slots__ = ("_device", "_function", "_grid", "_kernel", "_rest", "_stream", "_taken", "launcher")
-
-    def __init__(self, kernel: CompiledKernel, device: int, launch: Launch) -> None:
-        from triton.runtime import driver
-
-        compiled: Any = kernel
-        self._kernel = kernel  # Triton unloads a module with its last reference
-        self.launcher, between = descriptors.unwrapped(compiled.run)
-        # Three hooks at the end.
-        self._taken = (*between, compiled.packed_metadata, None, None, None)
-        self._function = compiled.function
-        self._stream: Callable[[int], int] = driver.active.get_current_stream
-        self._device = device
-        self._grid = launch.grid[0]
-        self._rest = launch.sizes + tuple(value for name, value in launch.options.items() if name.isupper())
-
-    def __call__(self, *pointers: Any) -> None:
-        if torch.cuda.current_device() == self._device:
-            self._launch(pointers)
-        else:
-            with torch.cuda.device(self._device):
-                self._launch(pointers)
-
-    def counter(self) -> Tensor:
-        """Zero, for the next launch on the current stream to count with."""
-        return descriptors.zero_of(self._device, self._stream(self._device))
-
-    def _launch(self, pointers: tuple[Any, ...]) -> None:
-        # CompiledKernel.run has had this signature in Triton 3.6 to 3.9: grid, stream, function, metadata, three
-        # launch hooks, then every kernel argument, constexpr ones included. The JIT's own path costs 31 us a call
-        # where this costs 8 (H200 host).
-        self.launcher(
-            self._grid, 1, 1, self._stream(self._device), self._function, *self._taken, *pointers, *self._rest
-        )
+    return Cooperative(kernel, device, launch, spare)
 
 
 def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
@@ -118,8 +91,7 @@ def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
                 f"the call needs {each.grid[0]} blocks of {variant.slug}'s {each.kernel}, one launch has at most "
                 f"{MAX_GRID}. Split the batch."
             )
-        kernel = loaded(variant, each.kernel, device, tuple(sorted(each.options.items())), aligned)
-        bounds.append((Bound(kernel, device, each), each.kernel))
+        bounds.append((_bound(variant, device, each, aligned), each.kernel))
     described = hasattr(module_of(variant), "BLOCKS")
     if variant.spec.op == "forward":
         bound = bounds[0][0]

@@ -185,8 +185,7 @@ def tiled_backward(
     dq = torch.zeros_like(queries)
     dk = torch.zeros(k.shape, dtype=wide, device=k.device)
     dv = torch.zeros(v.shape, dtype=wide, device=v.device)
-    # Of a row that sees nothing, where exp(-inf - -inf) would be NaN, every P is 0.
-    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(-inf - -inf) would be NaN where a row sees nothing
     dbias = None if modifiers.bias is None else torch.zeros(modifiers.bias.shape, dtype=wide, device=q.device)
     # Scaled before the product, as in the forward: of large scores another rounding is another P.
     scaled = queries * scale

@@ -215,3 +215,24 @@ def test_a_replayed_graph_gives_the_same_bits(family: Family, causal: Causal) ->
             poisoned(results)
             graph.replay()
             assert all(map(torch.equal, results, first)), variant.slug
+
+
+def test_on_a_part_of_the_multiprocessors(family: Family) -> None:
+    """As under MPS: what would need them all goes on in another order, and nobody waits for blocks without room."""
+    green_contexts = pytest.importorskip("torch.cuda.green_contexts", reason="torch 2.9 has no green contexts")
+    part = green_contexts.GreenContext.create(16, 0)
+    for variant in variants(family, 128, "none"):
+        run, results = call(variant, Problem(1, 8, 8, 2000, 2000))
+        run()
+        torch.cuda.synchronize()
+        expected = [each.clone() for each in results]
+        poisoned(results)
+        part.set_context()
+        try:
+            run()
+            torch.cuda.synchronize()
+        finally:
+            part.pop_context()
+        # Another order of sums has other last bits.
+        for each, exact in zip(results, expected, strict=True):
+            torch.testing.assert_close(each, exact, rtol=0.02, atol=0.005)
