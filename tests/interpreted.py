@@ -116,6 +116,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# (left, right) and (seq_q, seq_kv): only the row's own key, one side, blocks seen whole, wider than everything.
-WINDOWS = ((0, 0), (0, 5), (20, 1), (40, 33), (None, 2), (2, None), (1000, 1000))
+# Only the row's own key, one side, blocks seen whole, wider than everything; of causal ones only the left side counts.
+_SIDES = ((0, 0), (0, 5), (20, 1), (40, 33), (None, 2), (2, None), (1000, 1000))
+WINDOWS = [("none", sides) for sides in _SIDES]
+WINDOWS += [(causal, sides) for causal in ("bottom_right", "top_left") for sides in _SIDES[::2]]
 LENGTHS = ((53, 37), (37, 70), (70, 70))
