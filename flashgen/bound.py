@@ -14,6 +14,8 @@ from flashgen.compile import Launch
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
+Run = Callable[..., None]
+
 
 class Bound:
     """One kernel bound to one layout on one device: everything that is known before the pointers are.
@@ -58,22 +60,18 @@ class Bound:
         )
 
 
-class Cooperative(Bound):
-    """A kernel whose blocks must all run at once, for which a part of a GPU (MPS, green contexts) may have no room.
+def with_spare(run: Run, spare: Callable[[], Run]) -> Run:
+    """A launch whose blocks must all run at once, for which a part of a GPU (MPS, green contexts) may have no room.
 
-    There it goes on as `spare`, the same kernel in an order that needs no such promise.
+    There `spare` makes one in an order that needs no such promise.
     """
 
-    __slots__ = ("_spare",)
-
-    def __init__(self, kernel: CompiledKernel, device: int, launch: Launch, spare: Callable[[], Bound]) -> None:
-        super().__init__(kernel, device, launch)
-        self._spare = spare
-
-    def _launch(self, pointers: tuple[Any, ...]) -> None:
+    def launch(*given: Any) -> None:
         try:
-            super()._launch(pointers)
+            run(*given)
         except RuntimeError as error:
             if "cooperative" not in str(error):
                 raise
-            self._spare()._launch(pointers)
+            spare()(*given)
+
+    return launch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashgen import descriptors
-from flashgen.bound import Bound, Cooperative
+from flashgen.bound import Bound, Run, with_spare
 from flashgen.compile import Launch, compile_kernel, launches, module_of
 from flashgen.errors import UnsupportedError
 from flashgen.families import Variant
@@ -53,17 +53,7 @@ _compiling = threading.Lock()
 
 def _bound(variant: Variant, device: int, launch: Launch, aligned: bool) -> Bound:
     """One launch of a variant, compiled and loaded."""
-    kernel = loaded(variant, launch.kernel, device, tuple(sorted(launch.options.items())), aligned)
-    if not launch.options.get("launch_cooperative_grid"):
-        return Bound(kernel, device, launch)
-
-    @functools.cache
-    def spare() -> Bound:
-        # The last of the sizes says whether all blocks run at once.
-        options = {**launch.options, "launch_cooperative_grid": False}
-        return _bound(variant, device, launch._replace(sizes=(*launch.sizes[:-1], 0), options=options), aligned)
-
-    return Cooperative(kernel, device, launch, spare)
+    return Bound(loaded(variant, launch.kernel, device, tuple(sorted(launch.options.items())), aligned), device, launch)
 
 
 def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
@@ -84,24 +74,34 @@ def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
     aligned = is_aligned(*tensors[: len(_LAID_OUT[variant.spec.op])])
     if variant.family.aligned and not aligned:
         raise UnsupportedError(f"{variant.slug} needs rows that start on 16-byte boundaries.")
-    bounds = []
-    for each in launches(variant, *tensors):
+    planned = launches(variant, *tensors)
+    for each in planned:
         if each.grid[0] > MAX_GRID:
             raise UnsupportedError(
                 f"the call needs {each.grid[0]} blocks of {variant.slug}'s {each.kernel}, one launch has at most "
                 f"{MAX_GRID}. Split the batch."
             )
-        bounds.append((_bound(variant, device, each, aligned), each.kernel))
     described = hasattr(module_of(variant), "BLOCKS")
     if variant.spec.op == "forward":
-        bound = bounds[0][0]
+        bound = _bound(variant, device, planned[0], aligned)
         return descriptors.forward(bound, tensors, counts=variant.config["schedule"] == 2) if described else bound
+
+    def run_of(launch: Launch) -> Run:
+        bound = _bound(variant, device, launch, aligned)
+        return descriptors.describing(bound, _layouts(variant, launch.kernel, tensors)) if described else bound
+
+    def complete(launch: Launch) -> Run:
+        run = run_of(launch)
+        if not launch.options.get("launch_cooperative_grid"):
+            return run
+        # The last of the sizes says whether all blocks run at once.
+        options = {**launch.options, "launch_cooperative_grid": False}
+        other = launch._replace(sizes=(*launch.sizes[:-1], 0), options=options)
+        return with_spare(run, functools.cache(lambda: run_of(other)))
+
     if described and 0 in (tensors[0].numel(), tensors[1].numel()):
         return _clear
-    runs: list[tuple[Callable[..., None], Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = []
-    for bound, kernel in bounds:
-        run = descriptors.describing(bound, _layouts(variant, kernel, tensors)) if described else bound
-        runs.append((run, _pick(variant, kernel)))
+    runs = [(complete(each), _pick(variant, each.kernel)) for each in planned]
 
     def launch_all(*arguments: Tensor | float | None) -> None:
         for run, pick in runs:

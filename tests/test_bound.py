@@ -1,4 +1,4 @@
-"""A kernel that must have all of a GPU, where it has a part: the launch in another order takes over."""
+"""A launch that must have all of a GPU, where it has a part: another order takes over."""
 
 from __future__ import annotations
 
@@ -6,39 +6,31 @@ from typing import Any
 
 import pytest
 
-from flashgen import bound
+from flashgen.bound import Run, with_spare
 
 
-class _Kernel(bound.Bound):
-    """A launch that is counted, or fails as CUDA does."""
-
-    def __init__(self, error: str | None = None) -> None:
-        self.error = error
-        self.launched: list[tuple[Any, ...]] = []
-
-    def _launch(self, pointers: tuple[Any, ...]) -> None:
-        if self.error is not None:
-            raise RuntimeError(self.error)
-        self.launched.append(pointers)
+def _spare(launched: list[tuple[Any, ...]]) -> Run:
+    return lambda *given: launched.append(given)
 
 
-class _Cooperative(bound.Cooperative, _Kernel):
-    def __init__(self, spare: _Kernel, error: str | None) -> None:
-        _Kernel.__init__(self, error)
-        self._spare = lambda: spare
+def _failing(words: str) -> Run:
+    def run(*given: Any) -> None:
+        raise RuntimeError(words)
+
+    return run
 
 
 def test_the_spare_is_for_launches_that_find_no_room() -> None:
-    spare = _Kernel()
-    roomy = _Cooperative(spare, None)
-    roomy._launch((1, 2))
-    assert roomy.launched == [(1, 2)] and not spare.launched
-    _Cooperative(spare, "Triton Error [CUDA]: too many blocks in cooperative launch")._launch((3,))
-    assert spare.launched == [(3,)]
+    launched: list[tuple[Any, ...]] = []
+    spared: list[tuple[Any, ...]] = []
+    with_spare(_spare(launched), lambda: _spare(spared))(1, 2)
+    assert launched == [(1, 2)] and not spared
+    with_spare(_failing("Triton Error [CUDA]: too many blocks in cooperative launch"), lambda: _spare(spared))(3)
+    assert spared == [(3,)]
 
 
 def test_other_errors_are_not_hidden() -> None:
-    spare = _Kernel()
+    spared: list[tuple[Any, ...]] = []
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        _Cooperative(spare, "Triton Error [CUDA]: an illegal memory access")._launch(())
-    assert not spare.launched
+        with_spare(_failing("Triton Error [CUDA]: an illegal memory access"), lambda: _spare(spared))()
+    assert not spared
