@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashgen.autograd import Attention, Direct, is_direct, is_watched
+from flashgen.autograd import Attention, Direct, is_direct, is_watched, refuse_tangents
 from flashgen.dispatch import attend
-from flashgen.errors import UnsupportedError
 from flashgen.modified import judged
 from flashgen.modified_autograd import Modified, flat, run
 from flashgen.modifiers import Options, check_gradients
@@ -107,7 +106,7 @@ def _plain(
         from_tensors(q, k, v, causal=causal, layout=layout)  # not tensors: validation says which
         raise
     if forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v)
+        refuse_tangents(q, k, v)
     if wants_grad:
         if is_direct(q, k, v):
             out, lse = _direct(q, k, v, causal_from(causal), scale, layout, True, family)
@@ -142,7 +141,7 @@ def _modified(
     check_gradients(options)
     tensors = [each for each in (q, k, v, *options) if isinstance(each, Tensor)]
     if forward_ad._current_level >= 0:
-        _refuse_tangents(*tensors)
+        refuse_tangents(*tensors)
     wants_grad = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
     mask = causal_from(causal)
     # A direct call judges by itself; what an operator would say of misfits is less clear.
@@ -151,19 +150,6 @@ def _modified(
     operator = _differentiable if wants_grad and not torch.compiler.is_compiling() else run
     out, lse = operator(q, k, v, mask, scale, layout, return_lse or wants_grad, family, *flat(options))
     return (out, lse) if return_lse else out
-
-
-def _refuse_tangents(*tensors: Tensor) -> None:
-    """Operators let tangents pass unseen, which would be derivatives of zero."""
-    if torch.compiler.is_compiling() or any(_has_tangent(each) for each in tensors):
-        raise UnsupportedError(
-            "flashgen has no forward-mode derivative of attention. Use reverse mode (torch.func.vjp, backward), or "
-            "write it out in torch."
-        )
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _by_operator(

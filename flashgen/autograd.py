@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashgen.dispatch import attend
 from flashgen.errors import UnsupportedError
@@ -157,6 +158,19 @@ def is_direct(*tensors: Tensor) -> bool:
 def is_watched() -> bool:
     """Whether somebody records operators: torch.compile, make_fx, jit.trace, a counter of FLOPs."""
     return bool(torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state())
+
+
+def refuse_tangents(*tensors: Tensor) -> None:
+    """Refuse forward mode, under one of its levels: operators let tangents pass unseen, as if derivatives were zero."""
+    if torch.compiler.is_compiling() or any(_has_tangent(each) for each in tensors):
+        raise UnsupportedError(
+            "flashgen has no forward-mode derivative of attention. Use reverse mode (torch.func.vjp, backward), or "
+            "write it out in torch."
+        )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 class Direct(torch.autograd.Function):

@@ -145,7 +145,9 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
 def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], notes: tuple[str, ...]) -> Selection:
     refusals: list[str] = []
     op = "" if spec.op == "forward" else f" --op {spec.op}"
-    hint = f"run `flashgen tune --gpu auto --head-dim {spec.head_dim}{op}` there"
+    features = [name for name in spec.features if name != "varlen"]
+    also = f" --with {','.join(features)}" if features else ""
+    hint = f"run `flashgen tune --gpu auto --head-dim {spec.head_dim}{op}{also}` there"
     for candidate in sorted(candidates, key=lambda each: each.least_pairs > bucket.seq_q * bucket.seq_kv):
         config = candidate.default(spec, gpu)
         rejection = candidate.refuses(spec, config, gpu)

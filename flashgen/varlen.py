@@ -148,9 +148,12 @@ def attend(
     if plan.bound is not None:
         given = (*modifiers.arguments(causal), *lengths.arguments(q, k))
         plan.bound(q, k, v, out, lse, *given, q.shape[2] ** -0.5 if scale is None else scale)
-    elif modifiers.sinks is not None:
-        # No keys at all, or no queries.
-        lse.copy_(modifiers.sinks[:, None].expand(lse.shape))
+    elif modifiers.sinks is not None and lengths.max_seqlen_q > 0:
+        # No keys at all: the tokens of sequences have the sink.
+        tokens = torch.arange(q.shape[0], device=q.device)
+        starts, ends = lengths.cu_seqlens_q[:-1, None], lengths.cu_seqlens_q[1:, None]
+        inside = ((tokens >= starts) & (tokens < torch.minimum(ends, starts + lengths.max_seqlen_q))).any(0)
+        lse = torch.where(inside, modifiers.sinks[:, None], lse)
     return out, lse
 
 
@@ -200,9 +203,10 @@ def _sequences(lengths: Lengths, modifiers: Modifiers) -> Iterator[tuple[slice, 
     """Rows and keys of each sequence on the CPU, with its own modifiers."""
     q_ends, k_ends = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
     for index in range(lengths.sequences):
-        start, stop = k_ends[index], k_ends[index + 1]
+        first, last = q_ends[index], min(q_ends[index + 1], q_ends[index] + lengths.max_seqlen_q)
+        start, stop = k_ends[index], min(k_ends[index + 1], k_ends[index] + lengths.max_seqlen_k)
         if lengths.seqused_k is not None:
             stop = min(stop, start + int(lengths.seqused_k[index]))
         slopes = modifiers.alibi_slopes
         own = modifiers if slopes is None else modifiers._replace(alibi_slopes=slopes[index : index + 1])
-        yield slice(q_ends[index], q_ends[index + 1]), slice(start, stop), own
+        yield slice(first, last), slice(start, stop), own

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from flashgen.autograd import is_direct, no_second_derivative, save_nothing
+from flashgen.autograd import is_direct, no_second_derivative, refuse_tangents, save_nothing
 from flashgen.errors import UnsupportedError
 from flashgen.modifiers import Options, check_gradients, window_sides
 from flashgen.tensors import as_autocast, causal_from, check_device
@@ -69,7 +70,9 @@ def attention_varlen(
         check_device(q.device, family)
     if q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
         q, k, v = (as_autocast(each, q.device.type) for each in (q, k, v))
-    given = (each for each in (q, k, v, sinks) if isinstance(each, Tensor))
+    given = [each for each in (q, k, v, sinks) if isinstance(each, Tensor)]
+    if forward_ad._current_level >= 0:
+        refuse_tangents(*given)
     wants_grad = torch.is_grad_enabled() and any(each.requires_grad for each in given)
     operator: Any = Varlen.apply if wants_grad and not torch.compiler.is_compiling() else _run
     left, right = window_sides(window)
@@ -171,7 +174,9 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
         return (None,) * (_SINKS + 1)
     q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes, sinks = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
-    dq, dk, dv = torch.ops.flashgen.backward_varlen(
+    # With a graph of the backward, which torch.func always makes, its operator would be differentiated again.
+    operator: Any = VarlenGradients.apply if torch.is_grad_enabled() else torch.ops.flashgen.backward_varlen
+    dq, dk, dv = operator(
         q, k, v, o, lse, do, dlse, cu_seqlens_q, cu_seqlens_k, seqused_k, ctx.max_seqlen_q, ctx.max_seqlen_k,
         ctx.causal, ctx.scale, *ctx.numbers, slopes,
     )  # fmt: skip
@@ -199,3 +204,16 @@ class Varlen(torch.autograd.Function):
 
     setup_context = staticmethod(_save)
     backward = staticmethod(_differentiate)
+
+
+class VarlenGradients(torch.autograd.Function):
+    """Their gradients, which are not differentiated again."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Arguments and results of `torch.ops.flashgen.backward_varlen`."""
+        results: tuple[Tensor, Tensor, Tensor] = torch.ops.flashgen.backward_varlen(*inputs)
+        return results
+
+    setup_context = staticmethod(save_nothing)
+    backward = staticmethod(no_second_derivative)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flashgen
 from flashgen.errors import InputError, UnsupportedError
@@ -161,3 +162,29 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], words: str) -> No
     }  # fmt: skip
     with pytest.raises(InputError, match=words):
         flashgen.attention_varlen(**(arguments | changed))
+
+
+def test_what_lies_beyond_the_longest_length_is_not_computed() -> None:
+    q, k, v = _qkv(dtype=torch.float64)
+    short = flashgen.attention_varlen(q, k, v, _sums(Q_LENGTHS), _sums(K_LENGTHS), 4, 5, return_lse=True)
+    (o, lse) = short
+    rows, keys = (slice(3, 7), slice(6, 11))
+    one = [each.transpose(0, 1)[None] for each in (q[rows], k[keys], v[keys])]
+    exact, exact_lse = plain_attention(*one)
+    torch.testing.assert_close(o[rows].transpose(0, 1), exact[0])
+    torch.testing.assert_close(lse[:, rows], exact_lse[0])
+    assert not o[7:10].any() and (lse[:, 7:10] == -torch.inf).all()
+
+
+# torch 2.13's own, on the first dual level of a process.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_mode_is_refused() -> None:
+    q, k, v = _qkv()
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="forward-mode"):
+        _call(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+
+
+def test_under_torch_func() -> None:
+    q, k, v = _qkv()
+    (expected,) = torch.autograd.grad(_call(q.requires_grad_(), k, v)[0].sum(), q)
+    torch.testing.assert_close(torch.func.grad(lambda q: _call(q, k, v)[0].sum())(q.detach()), expected)

@@ -202,3 +202,18 @@ def test_sequences_behind_each_other(features: tuple[str, ...], causal: bool) ->
         for actual, exact, other in zip(mine, *results, strict=True):
             allowed = 3 * max(max_error(other, exact), 2.0**-8 * exact.abs().max().item()) + 1e-5
             assert max_error(actual.transpose(0, 1)[None], exact) <= allowed
+
+
+def test_lengths_that_are_wrong_reach_no_memory_outside() -> None:
+    """A sequence beyond the longest length ends there, and one that ends beyond the tensor ends with it."""
+    q, k, v = (_random(300, 2, 64, seed=n).requires_grad_() for n in range(3))
+    starts = torch.tensor([0, 200, 10_000], dtype=torch.int32, device="cuda")
+    o = flashgen.attention_varlen(q, k, v, starts, starts, 64, 80)
+    assert isinstance(o, Tensor)
+    grads = torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+    one = [each[200:stop].detach().double().transpose(0, 1)[None] for each, stop in ((q, 264), (k, 280), (v, 280))]
+    exact, _ = plain_attention(*one)
+    assert max_error(o[200:264].transpose(0, 1)[None], exact) < 0.02
+    assert not o[64:200].any() and not o[264:].any()
+    assert all(each.isfinite().all() for each in grads)
+    assert not grads[0][264:].any() and not grads[1][280:].any() and not grads[2][280:].any()
