@@ -46,8 +46,7 @@ def attention_varlen(
 
     Args:
         q: [total_q, heads, head_dim], any strides; fp16, bf16 or fp32.
-        k: [total_k, kv_heads, head_dim].
-        v: [total_k, kv_heads, head_dim_v].
+        k, v: [total_k, kv_heads, head_dim] and [total_k, kv_heads, head_dim_v].
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], cumulative lengths from 0.
         max_seqlen_q, max_seqlen_k: no sequence is longer; what lies beyond is not computed.
         causal, scale, return_lse, family, window, softcap, sinks: as for `attention`; a sequence's own lengths count.
@@ -75,10 +74,9 @@ def attention_varlen(
         refuse_tangents(*given)
     wants_grad = torch.is_grad_enabled() and any(each.requires_grad for each in given)
     operator: Any = Varlen.apply if wants_grad and not torch.compiler.is_compiling() else _run
-    left, right = window_sides(window)
     out, lse = operator(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, causal_from(causal), scale,
-        return_lse or wants_grad, family, softcap, left, right, alibi_slopes, sinks,
+        return_lse or wants_grad, family, softcap, *window_sides(window), alibi_slopes, sinks,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
