@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -111,7 +111,7 @@ def _timed(forward: Forward, inputs: tuple[Tensor, ...], work: Work) -> Call:
 
 
 def _flops(spec: Spec, problem: Problem, work: Work) -> float:
-    forward, backward = flops(spec, problem), flops(replace(spec, op="backward"), problem)
+    forward, backward = flops(spec, problem), flops(spec.backward, problem)
     return {"forward": forward, "backward": backward, "training": forward + backward}[work]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -111,7 +111,7 @@ def _plan(key: tuple[object, ...], tensors: tuple[Tensor, ...], causal: str, lay
     spec, problem = from_tensors(q, k, v, causal=False if causal == "none" else causal, layout=layout)
     views = as_bhsd(layout, *tensors)
     selection, bound, keep = select_and_bind(
-        replace(spec, op="backward"), problem, None, views, any(tensor.numel() == 0 for tensor in tensors)
+        spec.backward, problem, None, views, any(tensor.numel() == 0 for tensor in tensors)
     )
     plan = Plan(selection, bound, workspace_size(selection.variant, views[0]) if bound is not None else 0)
     if keep:

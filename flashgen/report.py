@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -116,7 +116,7 @@ def training_table(outcomes: Sequence[Outcome]) -> Table:
         if ranking.best
     }
     for (spec, problem), forward in best.items():
-        gradient = replace(spec, op="backward")
+        gradient = spec.backward
         if spec.op == "forward" and (gradient, problem) in best:
             backward = best[gradient, problem]
             tflops = (flops(spec, problem) + flops(gradient, problem)) / (forward + backward) / 1e6

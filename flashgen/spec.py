@@ -130,6 +130,11 @@ class Spec:
         return {name: value for name, value in asdict(self).items() if name not in absent}
 
     @property
+    def backward(self) -> Spec:
+        """The spec of its gradients, which find the sinks in the log-sum-exp."""
+        return replace(self, op="backward", sinks=False)
+
+    @property
     def plain(self) -> Spec:
         """The same without FEATURES."""
         return replace(self, **_PLAIN) if self.features else self

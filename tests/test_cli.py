@@ -54,6 +54,8 @@ def _refused(*arguments: str | Path) -> str:
         (("--head-dim-v", "257"), "'--head-dim-v': 257 is not in the range 1<=x<=256"),
         (("--heads", "32/5"), "heads must be a positive multiple of kv_heads, but got 32/5"),
         (("--heads", "0/0"), "heads must be a positive multiple of kv_heads, but got 0/0"),
+        (("--with", "windo"), "'windo' is not known. Did you mean 'window'?"),
+        (("--with", "varlen"), "'varlen' is not known."),
         (("--heads", "x"), "'x' is not a number of heads such as 32, or 32/8 for 8 key heads"),
         (("--heads", "99999999999"), "must hold, but got heads=99999999999"),
         (("--trials", "0"), "'--trials': 0 is not in the range x>=1"),
@@ -218,6 +220,16 @@ def test_show_source(home: Path) -> None:
     for each in two:
         assert "\nCONFIG = {" in each["source"]
         compile(each["source"], "shown", "exec")
+
+
+def test_show_with_features() -> None:
+    ended = run("show", "--gpu", "h200", "--head-dim", "128", "--causal", "--with", "window,sinks")
+    assert ended.code == 0, ended
+    assert ended.out.startswith("triton_fwd_d128_bf16_causal_window_sinks_"), ended.out
+    assert "tuned for d128_bf16_causal, without its window and sinks" in ended.out
+    assert "computes no window, sinks: triton_fwd does" in ended.out
+    backward = run("show", "--gpu", "h200", "--head-dim", "128", "--op", "backward", "--with", "sinks")
+    assert "without its" not in backward.out, "a backward finds sinks in the log-sum-exp"
 
 
 def test_show_refuses() -> None:

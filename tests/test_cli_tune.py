@@ -71,6 +71,19 @@ def test_tune_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     _nothing_runs(home)
 
 
+def test_tune_with_features(tmp_path: Path) -> None:
+    """Forward and backward, which knows no sinks; what is stored is found by calls with these features, and shown."""
+    path, home = tmp_path / "a100.yaml", tmp_path / "home"
+    features = ("--with", "window,softcap,sinks")
+    arguments = ("--op", "training", "--causal", "true", "--trials", "2", "--budget", "60", "--output", path)
+    ended = end(start(home, *NARROW, *features, *arguments))
+    assert ended.code == 0, ended.err
+    assert _stored(path) == [
+        ("d16_fp16_causal_softcap_window", 1024),
+        ("d16_fp16_causal_softcap_window_sinks", 1024),
+    ]
+
+
 def test_training_tunes_both_ways(tmp_path: Path) -> None:
     path, home = tmp_path / "a100.yaml", tmp_path / "home"
     arguments = ("--op", "training", "--causal", "false", "--trials", "2", "--budget", "60", "--output", path)

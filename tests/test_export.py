@@ -240,3 +240,10 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
             write(variant(SPECS[0]), place)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]
     assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_features_are_refused_before_a_file_is_made(tmp_path: Path) -> None:
+    spec = Spec(head_dim=64, head_dim_v=64, window=True, softcap=True)
+    with pytest.raises(UnsupportedError, match="an exported file computes no softcap, window yet"):
+        export(spec, Problem(1, 8, 8, 1024, 1024), Gpu.named("a100"), tmp_path / "mine.py")
+    assert not list(tmp_path.iterdir())

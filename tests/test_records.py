@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -154,3 +155,15 @@ def test_gpu_round_trip() -> None:
 def test_gpu_values_that_cannot_be_right(key: str, value: object) -> None:
     with pytest.raises(InputError, match=f"gpu.{key}"):
         gpu_from_plain({**gpu_to_plain(H200), key: value})
+
+
+def test_features_stand_in_a_file_only_where_there_are_any() -> None:
+    plain = entry()
+    featured = replace(plain, spec=replace(plain.spec, window=True, bias="fp32"))
+    assert not {"window", "bias", "mask"} & dict(plain.to_plain()["spec"]).keys()  # type: ignore[call-overload]
+    written = featured.to_plain()
+    assert written["spec"] == plain.to_plain()["spec"] | {"window": True, "bias": "fp32"}  # type: ignore[operator]
+    assert Entry.from_plain(written) == featured and featured.key != plain.key
+    wrong = {**written, "spec": {**written["spec"], "window": "yes"}}  # type: ignore[dict-item]
+    with pytest.raises(InputError, match="window must be true or false, but got 'yes'"):
+        Entry.from_plain(wrong)
