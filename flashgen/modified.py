@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashgen.cpu import attend_on_cpu, gradients_on_cpu
 from flashgen.gradients import Plan, check_results, remember
-from flashgen.modifiers import Modifiers, Options, modifiers_from
+from flashgen.modifiers import Modifiers, Options, check_cap, modifiers_from
 from flashgen.spec import DTYPE_NAMES, Op
 from flashgen.tensors import (
     CPU_DTYPES,
@@ -44,7 +44,9 @@ def judged(
     problem = check_tensors(q, k, v, layout, DTYPE_NAMES if q.is_cuda else CPU_DTYPES)
     check_scale(scale, q.dtype)
     check_device(q.device, family)
-    return modifiers_from((problem.batch, problem.heads, problem.seq_q, problem.seq_kv), q, options)
+    modifiers = modifiers_from((problem.batch, problem.heads, problem.seq_q, problem.seq_kv), q, options)
+    check_cap(options, scale)
+    return modifiers
 
 
 def attend(

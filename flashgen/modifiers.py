@@ -127,6 +127,15 @@ def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Opti
     )
 
 
+def check_cap(options: Options, scale: float | None) -> None:
+    """Refuse a soft cap so far below the scale that fp32 cannot hold one in units of the other."""
+    if options.softcap is not None and scale is not None and abs(scale) > 2.0**100 * options.softcap:
+        raise InputError(
+            f"scale must be at most {2.0**100:.1e} times softcap, but got scale={scale!r} and "
+            f"softcap={options.softcap!r}. Scale q instead."
+        )
+
+
 def check_gradients(options: Options) -> None:
     """Refuse to differentiate by what has no gradient here; where a call is made, since inside no graph is seen."""
     slopes = options.alibi_slopes

@@ -16,7 +16,7 @@ from torch import Tensor
 from flashgen.cpu import attend_on_cpu, gradients_on_cpu
 from flashgen.errors import InputError
 from flashgen.modified import planned
-from flashgen.modifiers import Modifiers, Options, modifiers_from
+from flashgen.modifiers import Modifiers, Options, check_cap, modifiers_from
 from flashgen.spec import DTYPE_NAMES
 from flashgen.tensors import (
     CPU_DTYPES,
@@ -117,7 +117,9 @@ def _judged(q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Optio
     check_tensors(q[None], k[None], v[None], "bshd", DTYPE_NAMES if q.is_cuda else CPU_DTYPES)
     check_scale(scale, q.dtype)
     sizes = (lengths.sequences, q.shape[1], lengths.max_seqlen_q, lengths.max_seqlen_k)
-    return modifiers_from(sizes, q, options)
+    modifiers = modifiers_from(sizes, q, options)
+    check_cap(options, scale)
+    return modifiers
 
 
 def attend(

@@ -35,6 +35,12 @@ def test_nothing_given_is_nothing() -> None:
     assert _judge() == Modifiers() and _judge().arguments("none") == ()
 
 
+def _packed(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    ends = torch.tensor([0, q.shape[2]], dtype=torch.int32)
+    one = (each[0].transpose(0, 1) for each in (q, k, v))
+    return flashgen.attention_varlen(*one, ends, ends, q.shape[2], q.shape[2], **options)
+
+
 @pytest.mark.parametrize("value", [0, -1.0, 0.0, math.nan, math.inf, 2.0**61, 2.0**-61, True, "30", [30]])
 def test_softcaps_that_cap_nothing(value: object) -> None:
     message = _refused(softcap=value)
@@ -302,3 +308,11 @@ def test_rows_that_see_nothing_have_the_sink_or_nothing(seq_kv: int) -> None:
     assert not o.any() and (lse == -math.inf).all()
     o, lse = flashgen.attention(q, k, k, mask=mask, sinks=sinks, return_lse=True)
     assert not o.any() and torch.equal(lse, sinks.double()[None, :, None].expand(1, 3, 2))
+
+
+@pytest.mark.parametrize("call", [flashgen.attention, _packed], ids=["attention", "attention_varlen"])
+def test_a_cap_that_is_nothing_beside_the_scale(call: Any) -> None:
+    q = torch.ones(1, 1, 2, 4)
+    with pytest.raises(InputError, match=r"scale must be at most 1\.3e\+30 times softcap, but got scale=1e"):
+        call(q, q, q, scale=1e30, softcap=1e-3)
+    assert call(q, q, q, scale=1e30, softcap=1.0).isfinite().all()
