@@ -18,6 +18,7 @@ from flashgen.tensors import (
     from_tensors,
     positive_scale,
     tf32_allowed,
+    turned_back,
     with_contiguous_rows,
 )  # fmt: skip
 
@@ -159,4 +160,4 @@ def _without_a_positive_scale(
     """The kernels need a positive scale: the scores are those of another q, whose gradient is turned back."""
     other, positive = positive_scale(q, scale)
     dq, dk, dv = gradients(other, k, v, o, lse, do, dlse, causal, positive, layout)
-    return (dq.zero_() if scale == 0 else -dq), dk, dv
+    return turned_back(dq, scale), dk, dv

@@ -25,6 +25,7 @@ from flashgen.tensors import (
     from_tensors,
     positive_scale,
     tf32_allowed,
+    turned_back,
     with_contiguous_rows,
     with_features,
 )  # fmt: skip
@@ -161,7 +162,7 @@ def gradients_on_gpu(
     """The same by kernels, on tensors that have been judged; the gradient of the bias [batch, heads, seq_q, seq_kv]."""
     check_results(q, v, o, lse, do, dlse, layout)
     results = (empty_gradient(q), empty_gradient(k), empty_gradient(v))
-    given = 1.0 if scale is None else scale
+    given = scale
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
         # The scores are those of another q, whose gradient is turned back.
         q, scale = positive_scale(q, scale)
@@ -183,7 +184,7 @@ def gradients_on_gpu(
         q.shape[3] ** -0.5 if scale is None else scale,
     )  # fmt: skip
     dq, dk, dv = results
-    return dq if given > 0 else -dq if given < 0 else dq.zero_(), dk, dv, dbias
+    return turned_back(dq, given), dk, dv, dbias
 
 
 def forget() -> None:

@@ -136,11 +136,11 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
         dq, dk, dv, dbias = operator(q, k, v, o, lse, do, dlse, ctx.causal, ctx.scale, ctx.layout, *given, of_bias)
         found = {"q": dq, "k": dk, "v": dv, "bias": dbias if of_bias else None}
         if of_sinks:
-            found["sinks"] = _sinks_gradient(sinks, o, lse, do, dlse, ctx.layout)
+            found["sinks"] = sinks_gradient(sinks, o, lse, do, dlse, ctx.layout)
     return tuple(found.get(name) for name in ("q", "k", "v", *[""] * 5, *_FLAT))
 
 
-def _sinks_gradient(sinks: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, layout: str) -> Tensor:
+def sinks_gradient(sinks: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, layout: str) -> Tensor:
     """A sink is a key with value 0: its probability times (0 - delta), over batch and rows.
 
     delta = rowsum(dO * O) - dLSE (FlashAttention-2, Dao 2023, algorithm 2).

@@ -175,6 +175,11 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (q, float(scale)) if scale > 0 else (-q, -float(scale))
 
 
+def turned_back(dq: Tensor, scale: float | None) -> Tensor:
+    """The gradient of q from that of the q that `positive_scale` made of it."""
+    return dq if scale is None or scale > 0 else -dq if scale < 0 else dq.zero_()
+
+
 def has_memory(*tensors: Tensor) -> bool:
     """Whether all tensors have data to point to; fake ones, those that vmap wraps and many subclasses have none."""
     try:

@@ -25,6 +25,7 @@ from flashgen.tensors import (
     check_scale,
     check_tensors,
     positive_scale,
+    turned_back,
     with_contiguous_rows,
 )
 
@@ -184,7 +185,7 @@ def gradients(
             )  # fmt: skip
             dq[rows], dk[keys], dv[keys] = found.dq[0], found.dk[0], found.dv[0]
         return dq, dk, dv
-    given = 1.0 if scale is None else scale
+    given = scale
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
         q, scale = positive_scale(q, scale)
     q, k, v, o, do = (with_contiguous_rows(tensor) for tensor in (q, k, v, o, do))
@@ -198,7 +199,7 @@ def gradients(
             workspace, *modifiers.arguments(causal), *lengths.arguments(q, k),
             q.shape[2] ** -0.5 if scale is None else scale,
         )  # fmt: skip
-    return dq if given > 0 else -dq if given < 0 else dq.zero_(), dk, dv
+    return turned_back(dq, given), dk, dv
 
 
 def _sequences(lengths: Lengths, modifiers: Modifiers) -> Iterator[tuple[slice, slice, Modifiers]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.autograd import forward_ad
 
 from flashgen.autograd import is_direct, no_second_derivative, refuse_tangents, save_nothing
 from flashgen.errors import UnsupportedError
+from flashgen.modified_autograd import sinks_gradient
 from flashgen.modifiers import Options, check_gradients, window_sides
 from flashgen.tensors import as_autocast, causal_from, check_device
 from flashgen.varlen import Lengths, attend, check_lengths, gradients
@@ -180,11 +180,8 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     )  # fmt: skip
     dsinks = None
     if ctx.needs_input_grad[_SINKS]:
-        # A sink is a key with value 0: its probability times (0 - delta); tokens of no sequence have no probability.
-        delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).T
-        delta = delta if dlse is None else delta - dlse
-        p = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == -math.inf, 0.0)
-        dsinks = -(p * delta).sum(1).to(sinks.dtype)
+        # As if all tokens were one sequence; those of none have no probability.
+        dsinks = sinks_gradient(sinks, o[None], lse[None], do[None], None if dlse is None else dlse[None], "bshd")
     return (dq, dk, dv, *(None,) * (_SINKS - 3), dsinks)
 
 

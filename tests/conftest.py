@@ -39,14 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def device_thread() -> None:
-    """Give autograd's thread of the device a context: torch warns when the first thing it does there is a product."""
-    if torch.cuda.is_available():
-        one = torch.ones(8, device="cuda", requires_grad=True)
-        (one * one).sum().backward()
-
-
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
     """Child processes that compile."""

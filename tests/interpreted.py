@@ -1,4 +1,4 @@
-"""Launchers of generated files in Triton's interpreter, for the tests of modified scores."""
+"""Launchers of generated files in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -68,13 +69,16 @@ class Interpreter:
         return launch
 
 
+Kind = TypeVar("Kind", bound=Interpreter)
+
+
 @contextmanager
-def interpreter_of(op: str) -> Iterator[Interpreter]:
+def interpreter_of(op: str, kind: type[Kind] = Interpreter) -> Iterator[Kind]:  # type: ignore[assignment]
     """An interpreter of forward or backward files."""
     command = [sys.executable, str(Path(__file__).with_name(WORKERS[op]))]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
-        yield Interpreter(process)
+        yield kind(process)
 
 
 def assert_right(launch: Launch, spec: Spec, cases: tuple[Case, ...]) -> None:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+import interpreted
 import pytest
 import torch
 from torch import Tensor
 
 from flashgen.cases import strided_like
 from flashgen.check import FLOOR, max_error
-from flashgen.compile import write_source
-from flashgen.families import FAMILIES, Variant
 from flashgen.reference import plain_attention, tiled_attention
-from flashgen.render import render
 from flashgen.space import Config
 from flashgen.spec import DTYPE_NAMES, TORCH_DTYPES, Causal, DType, Spec
 
-WORKER = Path(__file__).with_name("backward_worker.py")
 CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
 DTYPES: tuple[DType, ...] = ("fp16", "bf16", "fp32")
 # The accept rule for gradients: error <= factor * (error of plain attention in the inputs' dtype) + floor.
@@ -51,11 +43,8 @@ def _config(dkdv: tuple[int, int] = (16, 16), dq: tuple[int, int] = (16, 16)) ->
 SMALL = _config()
 
 
-class Interpreter:
-    """The other end of `backward_worker.py`."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+class Interpreter(interpreted.Interpreter):
+    """Gradients of plain calls, too."""
 
     def backward(
         self,
@@ -78,29 +67,15 @@ class Interpreter:
             gradients = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in inputs)
         for gradient in gradients:
             gradient.fill_(torch.nan)
-        # 2 * batch * heads * seq_q, padded to 128; what was left in it must not matter.
-        workspace = torch.full((2 * q.shape[0] * q.shape[1] * -(-q.shape[2] // 128) * 128,), torch.nan)
         spec = Spec("backward", q.shape[3], v.shape[3], DTYPE_NAMES[q.dtype], causal)
-        variant = Variant(FAMILIES["triton_bwd"], spec, config)
-        path = write_source(render(variant, interpreter=True), variant.slug)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        pickle.dump((path, q, k, v, o, lse, do, dlse, *gradients, workspace, scale), self._process.stdin)
-        self._process.stdin.flush()
-        answer = pickle.load(self._process.stdout)
-        if isinstance(answer, str):
-            pytest.fail(answer)
-        # The whole memory, so that what was written outside the view is seen too.
-        for mine, written in zip(gradients, answer, strict=True):
-            mine.untyped_storage().copy_(written.untyped_storage())
+        self.launcher(spec, config)(q, k, v, o, lse, do, dlse, *gradients, scale)
         return gradients
 
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Interpreter]:
-    command = [sys.executable, str(WORKER)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
-        yield Interpreter(process)
+    with interpreted.interpreter_of("backward", Interpreter) as started:
+        yield started
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:

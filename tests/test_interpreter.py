@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 
+import interpreted
 import pytest
 import torch
 from torch import Tensor
@@ -18,15 +13,11 @@ from torch import Tensor
 from flashgen import check
 from flashgen.cases import SMALL_CASES, Case, strided_like
 from flashgen.check import Launch
-from flashgen.compile import write_source
-from flashgen.families import FAMILIES, Variant
 from flashgen.reference import plain_attention
-from flashgen.render import render
 from flashgen.space import Config
 from flashgen.spec import Causal, DType, Problem, Spec
 from flashgen.tensors import from_tensors
 
-WORKER = Path(__file__).with_name("interpreter_worker.py")
 CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
 DTYPES: tuple[DType, ...] = ("fp16", "bf16", "fp32")
 
@@ -38,30 +29,8 @@ def _config(block_q: int = 16, block_kv: int = 16, index_bits: int = 32, advance
 SMALL = _config()
 
 
-class Interpreter:
-    """The other end of `interpreter_worker.py`."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def launcher(self, spec: Spec, config: Config = SMALL) -> Launch:
-        """The `launch` function of a variant."""
-        variant = Variant(FAMILIES["triton_fwd"], spec, config)
-        path = write_source(render(variant, interpreter=True), variant.slug)
-
-        def launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, scale: float) -> None:
-            assert self._process.stdin is not None and self._process.stdout is not None
-            pickle.dump((path, q, k, v, o, lse, scale), self._process.stdin)
-            self._process.stdin.flush()
-            answer = pickle.load(self._process.stdout)
-            if isinstance(answer, str):
-                pytest.fail(answer)
-            # The whole memory, so that what was written outside the view is seen too.
-            for mine, written in zip((o, lse), answer, strict=True):
-                if mine is not None:
-                    mine.untyped_storage().copy_(written.untyped_storage())
-
-        return launch
+class Interpreter(interpreted.Interpreter):
+    """Plain calls, too."""
 
     def forward(
         self,
@@ -86,30 +55,12 @@ class Interpreter:
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Interpreter]:
-    command = [sys.executable, str(WORKER)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
-        yield Interpreter(process)
-
-
-@pytest.fixture(autouse=True)
-def bf16_is_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter truncates fp32 to bf16 where hardware rounds to nearest: twice the error of P and output."""
-    prepare = check.prepare
-
-    def allow_truncation(spec: Spec, case: Case, device: str) -> check.Prepared:
-        prepared = prepare(spec, case, device)
-        if spec.dtype != "bf16":
-            return prepared
-        output, *lse = prepared.expected
-        return replace(prepared, expected=(replace(output, allowed=2 * output.allowed), *lse))
-
-    monkeypatch.setattr(check, "prepare", allow_truncation)
+    with interpreted.interpreter_of("forward", Interpreter) as started:
+        yield started
 
 
 def _assert_right(launch: Launch, spec: Spec, cases: tuple[Case, ...] = SMALL_CASES) -> None:
-    result = check.check(launch, spec, "cpu", cases)
-    assert isinstance(result, check.Accuracy), result.reason
+    interpreted.assert_right(launch, spec, cases)
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
@@ -128,7 +79,7 @@ def _counting(seq_q: int, seq_kv: int, head_dim: int = 16) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("causal", CAUSAL)
 def test_every_mask_and_dtype(interpreter: Interpreter, causal: Causal, dtype: DType) -> None:
     spec = Spec(head_dim=32, head_dim_v=32, dtype=dtype, causal=causal)
-    _assert_right(interpreter.launcher(spec), spec)
+    _assert_right(interpreter.launcher(spec, SMALL), spec)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +89,7 @@ def test_every_mask_and_dtype(interpreter: Interpreter, causal: Causal, dtype: D
 def test_every_width(interpreter: Interpreter, head_dim: int, head_dim_v: int, causal: Causal) -> None:
     spec = Spec(head_dim=head_dim, head_dim_v=head_dim_v, dtype="fp16", causal=causal)
     tail, _, empty_rows, strided, _ = SMALL_CASES
-    _assert_right(interpreter.launcher(spec), spec, (tail, empty_rows, strided))
+    _assert_right(interpreter.launcher(spec, SMALL), spec, (tail, empty_rows, strided))
 
 
 @pytest.mark.parametrize("causal", CAUSAL)
@@ -146,7 +97,7 @@ def test_every_width(interpreter: Interpreter, head_dim: int, head_dim_v: int, c
 @pytest.mark.parametrize("seq_kv", [1, 15, 17, 33])
 def test_every_length(interpreter: Interpreter, seq_q: int, seq_kv: int, causal: Causal) -> None:
     spec = Spec(head_dim=16, head_dim_v=16, dtype="fp32", causal=causal)
-    launch = interpreter.launcher(spec)
+    launch = interpreter.launcher(spec, SMALL)
     _assert_right(launch, spec, (Case("length", Problem(1, 2, 1, seq_q, seq_kv)),))
 
 
@@ -154,7 +105,7 @@ def test_every_length(interpreter: Interpreter, seq_q: int, seq_kv: int, causal:
 def test_every_place_of_the_diagonal_in_a_block(interpreter: Interpreter, seq_q: int) -> None:
     spec = Spec(head_dim=16, head_dim_v=16, dtype="fp32", causal="bottom_right")
     lengths = tuple(Case(f"{seq_kv} keys", Problem(1, 1, 1, seq_q, seq_kv)) for seq_kv in range(1, 40))
-    _assert_right(interpreter.launcher(spec), spec, lengths)
+    _assert_right(interpreter.launcher(spec, SMALL), spec, lengths)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -213,7 +164,7 @@ def test_query_head_reads_its_group(interpreter: Interpreter, heads: int, kv_hea
     visible = o[:, :, -1]
     torch.testing.assert_close(visible, expected[..., None].expand_as(visible), rtol=1e-3, atol=0)
     spec = Spec(head_dim=16, head_dim_v=16, dtype="fp16", causal="bottom_right")
-    _assert_right(interpreter.launcher(spec), spec, (Case("gqa", Problem(2, heads, kv_heads, seq_q, 21)),))
+    _assert_right(interpreter.launcher(spec, SMALL), spec, (Case("gqa", Problem(2, heads, kv_heads, seq_q, 21)),))
 
 
 def _empty(values: Tensor, *shape: int) -> Tensor:
@@ -289,7 +240,7 @@ def test_output_is_the_same_without_lse(interpreter: Interpreter, lse: Tensor | 
     expected, _ = interpreter.forward(q, k, v, causal=True)
     o = torch.full_like(q, torch.nan)
     spec, _ = from_tensors(q, k, v, causal=True)
-    interpreter.launcher(spec)(q, k, v, o, lse, 0.25)
+    interpreter.launcher(spec, SMALL)(q, k, v, o, lse, 0.25)
     assert torch.equal(o, expected)
 
 

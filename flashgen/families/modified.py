@@ -52,9 +52,9 @@ _DESCRIBED = {
 }
 
 
-def sparse(spec: Spec) -> bool:
-    """Whether blocks in the middle of what a row may see can be hidden as a whole, which loops then skip."""
-    return spec.mask or spec.segments
+def reads_more(spec: Spec) -> bool:
+    """Whether blocks of scores bring loads beyond K and V, which take shared memory or undo the pipeline."""
+    return spec.bias != "none" or spec.mask or spec.segments
 
 
 def derived(spec: Spec) -> Mapping[str, object]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from flashgen.families.family import Family, Tile
-from flashgen.families.modified import derived, sparse
+from flashgen.families.modified import derived, reads_more
 from flashgen.families.triton_fwd import capability_rule, has_warpgroups, plain_products
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
@@ -70,7 +70,7 @@ def _shared_memory(tile: Tile, spec: Spec, gpu: Gpu) -> tuple[int, int]:
     # P and dS change layout between products, what is not pipelined as well; log-sum-exp and delta stream along.
     scores = 2 * tile.block * tile.step * spec.element_bytes + 8 * stages * tile.step
     scores += step // 2 if stages == 1 else 0
-    if spec.bias != "none" or sparse(spec):
+    if reads_more(spec):
         # Tiles of the bias pass through shared memory too, and nothing is pipelined where blocks are skipped.
         bias = tile.block * tile.step * ELEMENT_BYTES.get(spec.bias, 0)
         return 0 if plain_products(spec, gpu) else block, block + stages * (step + bias) + scores + 1024

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.families.family import Family, Tile
-from flashgen.families.modified import derived, sparse
+from flashgen.families.modified import derived, reads_more
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
 from flashgen.spec import ELEMENT_BYTES, Spec
@@ -41,7 +41,7 @@ def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
     q = block_q * spec.block_d * element
     kv = block_kv * (spec.block_d + spec.block_dv) * element
     p = block_q * block_kv * element
-    if spec.bias != "none" or sparse(spec):
+    if reads_more(spec):
         # Tiles of the bias pass through shared memory too, and nothing is pipelined where blocks are skipped.
         bias = block_q * block_kv * ELEMENT_BYTES.get(spec.bias, 0)
         return 0 if plain_products(spec, gpu) else q, q + stages * (kv + bias) + p + 1024

@@ -134,8 +134,8 @@ def test_lengths_are_arguments_of_one_kernel() -> None:
         assert max_error(lse, exact_lse) < 1e-3
 
 
-def test_the_cost_falls_with_the_window() -> None:
-    """Blocks outside are never visited: NaN in their keys and values reaches nobody."""
+def test_blocks_outside_the_window_are_not_visited() -> None:
+    """NaN in their keys and values reaches nobody."""
     q, k, v = (_random(1, 2, 2048, 64, seed=n) for n in range(3))
     clean = flashgen.attention(q, k, v, window=(100, 0), causal=True)
     k[:, :, :1000] = torch.nan
