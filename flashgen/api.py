@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.autograd import forward_ad
 
 from flashgen.autograd import Attention, Direct, is_direct, is_watched, refuse_tangents
 from flashgen.dispatch import attend
+from flashgen.expressions.given import written
 from flashgen.modified import judged
 from flashgen.modified_autograd import Modified, flat, run
 from flashgen.modifiers import Options, check_gradients
@@ -24,6 +26,8 @@ from flashgen.tensors import (
     from_tensors,
     has_memory,
 )
+
+Mod = str | Callable[..., Any] | tuple[Any, Any]
 
 _direct: Any = Direct.apply
 _traceable: Any = Attention.apply
@@ -48,6 +52,9 @@ def attention(
     sinks: Tensor | None = None,
     segment_ids_q: Tensor | None = None,
     segment_ids_kv: Tensor | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    mod_tensors: Mapping[str, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v, by the fastest kernel known for this GPU; for CPU tensors, up to fp64, in plain torch.
 
@@ -68,6 +75,14 @@ def attention(
         mask: bool, broadcastable likewise; True is seen.
         sinks: [heads]; one more logit of every row, which has no value; lse includes it.
         segment_ids_q: int [batch, seq_q], with segment_ids_kv [batch, seq_kv]; a row sees the keys with its own id.
+        score_mod: the caller's own expression of the scaled scores, before all of these: text with `score`, `batch`,
+            `head`, `q_idx`, `kv_idx`, `seq_q` and `seq_kv`, such as "score + 0.1 * (kv_idx - q_idx)"; or a function of
+            (score, batch, head, q_idx, kv_idx, *tensors by name), plain or of triton.jit. Its derivative by the score
+            is derived; of a pair, the second is the derivative. Operators are Triton's: // and % go towards zero.
+        mask_mod: likewise a condition of (batch, head, q_idx, kv_idx, *tensors); blocks outside are not visited where
+            arithmetic on the indices shows it.
+        mod_tensors: by name the tensors of which both read elements, as in "score + table[head, kv_idx - q_idx + 99]";
+            an index outside reads the nearest inside. Not differentiable.
 
     Returns:
         [batch, heads, seq_q, head_dim_v] in the inputs' dtype, or autocast's. A row that sees no key is 0 and its lse
@@ -80,9 +95,11 @@ def attention(
     if (
         window is None and softcap is None and alibi_slopes is None and bias is None and mask is None
         and sinks is None and segment_ids_q is None and segment_ids_kv is None
+        and score_mod is None and mask_mod is None and mod_tensors is None
     ):  # fmt: skip
         return _plain(q, k, v, causal, scale, layout, return_lse, family)
-    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks)
+    mods = written(score_mod, mask_mod, mod_tensors)
+    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks, *mods)
     return _modified(q, k, v, causal, scale, layout, return_lse, family, options)
 
 
@@ -139,7 +156,7 @@ def _modified(
         if isinstance(options.bias, Tensor) and options.bias.dtype != torch.float32:
             options = options._replace(bias=as_autocast(options.bias, q.device.type))
     check_gradients(options)
-    tensors = [each for each in (q, k, v, *options) if isinstance(each, Tensor)]
+    tensors = [each for each in (q, k, v, *options, *options.mod_tensors) if isinstance(each, Tensor)]
     if forward_ad._current_level >= 0:
         refuse_tangents(*tensors)
     wants_grad = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flashgen.cases import mod_tensors
 from flashgen.modifiers import Modifiers, Options, modifiers_from
 from flashgen.spec import TORCH_DTYPES, Problem, Spec
 
@@ -127,6 +128,8 @@ def usual_modifiers(spec: Spec, problem: Problem, q: torch.Tensor) -> Modifiers:
         options |= {"segment_ids_q": documents(problem.seq_q), "segment_ids_kv": documents(problem.seq_kv)}
     if spec.sinks:
         options["sinks"] = draw(problem.heads)
+    options |= {name: getattr(spec, name) for name in ("score_mod", "mask_mod") if name in spec.features}
+    options["mod_tensors"] = mod_tensors(spec, q.device, torch.Generator().manual_seed(1))
     return modifiers_from(sizes, q, Options(**options))
 
 

@@ -182,6 +182,8 @@ _MODIFIER_POINTERS = {
     "SEGMENT_IDS_KV": "*i32", "SINKS": "*fp32", "CU_SEQLENS_Q": "*i32", "CU_SEQLENS_K": "*i32", "SEQUSED_K": "*i32",
 }  # fmt: skip
 
+_MOD_TYPES = {"int32": "i32", "int64": "i64", "bool": "u8"}
+
 
 def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: bool) -> Any:
     """The kernel with the types of its arguments.
@@ -203,6 +205,8 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
             signature[name] = parameter.annotation_type
             if aligned and name.startswith("stride_"):
                 attributes[(index,)] = [["tt.divisibility", 16 // spec.element_bytes]]
+        elif name.startswith("MOD"):
+            signature[name] = "*" + _MOD_TYPES.get(dtype := spec.tensors[int(name[3:])][0], dtype)
         elif name in _MODIFIER_POINTERS:
             signature[name] = _MODIFIER_POINTERS[name] or f"*{spec.bias}"
             # The caller's own tensors: of the others nothing is known of where they start.

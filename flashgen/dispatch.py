@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashgen.cpu import attend_on_cpu
 from flashgen.errors import InputError
+from flashgen.expressions.given import written
 from flashgen.gradients import forget as forget_gradients
 from flashgen.gradients import remember
 from flashgen.modified import forget as forget_modified
@@ -132,6 +133,9 @@ def explain(
     sinks: Tensor | None = None,
     segment_ids_q: Tensor | None = None,
     segment_ids_kv: Tensor | None = None,
+    score_mod: object = None,
+    mask_mod: object = None,
+    mod_tensors: Mapping[str, Tensor] | None = None,
 ) -> Selection:
     """Which kernel `attention` would launch for these tensors, from which file and why, and what was refused.
 
@@ -145,7 +149,8 @@ def explain(
         raise InputError(
             f"explain is about kernels on a GPU, but the tensors are on {q.device}: plain torch runs there."
         )
-    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks)
+    mods = written(score_mod, mask_mod, mod_tensors)
+    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks, *mods)
     modifiers = modifiers_from((problem.batch, problem.heads, problem.seq_q, problem.seq_kv), q, options)
     spec = with_features(replace(spec, op=op), modifiers)
     return select_for(spec, problem, family, [with_contiguous_rows(each) for each in (q, k, v)])

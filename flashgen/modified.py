@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashgen.cpu import attend_on_cpu, gradients_on_cpu
+from flashgen.expressions.given import types_of
 from flashgen.gradients import Plan, check_results, remember
 from flashgen.modifiers import Modifiers, Options, check_cap, modifiers_from
 from flashgen.spec import DTYPE_NAMES, Op
@@ -208,8 +209,9 @@ def planned(
         *((each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15) for each in tensors),
         *(
             (each.stride(), each.dtype, each.data_ptr() & 15) if isinstance(each, Tensor) else each is None
-            for each in modifiers
+            for each in modifiers[:8]
         ),
+        modifiers.score_mod, modifiers.mask_mod, types_of(modifiers.mod_tensors),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is not None:

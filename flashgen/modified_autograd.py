@@ -6,6 +6,7 @@ One pair for all options, apart from the plain one, whose calls stay short.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,13 +22,22 @@ from flashgen.tensors import empty_gradient
 _FORWARD_OPTIONS, _BACKWARD_OPTIONS = 8, 10
 _RANKS = {"alibi_slopes": 2, "bias": 4, "mask": 4, "segment_ids_q": 2, "segment_ids_kv": 2}
 _FLAT = (
-    "softcap", "alibi_slopes", "bias", "window_left", "window_right", "mask", "segment_ids_q", "segment_ids_kv", "sinks"
+    "softcap", "alibi_slopes", "bias", "window_left", "window_right", "mask", "segment_ids_q", "segment_ids_kv",
+    "score_mod", "mask_mod", "mod_tensors", "sinks",
 )  # fmt: skip
 
 
 def flat(options: Options) -> tuple[Any, ...]:
     """Options as the operators take them, the window as two numbers."""
-    return (*options[:3], *window_sides(options.window), *options[4:])
+    known = options._asdict() | dict(zip(("window_left", "window_right"), window_sides(options.window), strict=True))
+    return tuple(list(known[name]) if name == "mod_tensors" else known[name] for name in _FLAT)
+
+
+def _options(*given: Any) -> Options:
+    """Back from `flat`, of which the sinks may be left out."""
+    known = dict(zip(_FLAT, given, strict=False))
+    window = known.pop("window_left"), known.pop("window_right")
+    return Options(window=window, **known)
 
 
 def compute(
@@ -47,11 +57,19 @@ def compute(
     mask: Tensor | None,
     segment_ids_q: Tensor | None,
     segment_ids_kv: Tensor | None,
+    score_mod: str | None,
+    mask_mod: str | None,
+    mod_tensors: Sequence[Tensor],
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(output, lse), lse empty when it is not wanted; gradients need it. Options as `flashgen.attention` takes them."""
-    window = window_left, window_right
-    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks)
+    """(output, lse), lse empty when it is not wanted; gradients need it.
+
+    Options as `flashgen.attention` takes them, expressions in canonical form.
+    """
+    options = _options(
+        softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, score_mod,
+        mask_mod, mod_tensors, sinks,
+    )  # fmt: skip
     return attend(q, k, v, causal, scale, layout, return_lse, family, options)
 
 
@@ -78,11 +96,16 @@ def compute_gradients(
     mask: Tensor | None,
     segment_ids_q: Tensor | None,
     segment_ids_kv: Tensor | None,
+    score_mod: str | None,
+    mask_mod: str | None,
+    mod_tensors: Sequence[Tensor],
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias) of what `forward_modified` computed, dbias empty when it is not wanted."""
-    window = window_left, window_right
-    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv)
+    options = _options(
+        softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, score_mod,
+        mask_mod, mod_tensors,
+    )  # fmt: skip
     return gradients(q, k, v, o, lse, do, dlse, causal, scale, layout, options, of_bias)
 
 
@@ -91,20 +114,26 @@ backward_modified = torch.library.custom_op("flashgen::backward_modified", mutat
 
 @backward_modified.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bias, of_bias = others[9], others[15]
+    bias, of_bias = others[9], others[-1]
     dbias = q.new_empty(0) if bias is None or not of_bias else bias.new_empty(bias.shape)
     return empty_gradient(q), empty_gradient(k), empty_gradient(v), dbias
 
 
 def run(*inputs: Any) -> tuple[Tensor, Tensor]:
     """`forward_modified`, past the operator where nobody needs to see it."""
-    tensors = (each for each in inputs if isinstance(each, Tensor))
+    tensors = _tensors(inputs)
     results: tuple[Tensor, Tensor] = (compute if is_direct(*tensors) else torch.ops.flashgen.forward_modified)(*inputs)
     return results
 
 
+def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
+    """Those among the inputs, and in their lists."""
+    found = [each for given in inputs for each in (given if isinstance(given, (list, tuple)) else (given,))]
+    return [each for each in found if isinstance(each, Tensor)]
+
+
 def _run_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tensors = (each for each in inputs if isinstance(each, Tensor))
+    tensors = _tensors(inputs)
     operator: Any = compute_gradients if is_direct(*tensors) else torch.ops.flashgen.backward_modified
     results: tuple[Tensor, Tensor, Tensor, Tensor] = operator(*inputs)
     return results
@@ -113,9 +142,10 @@ def _run_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     options = dict(zip(_FLAT, inputs[_FORWARD_OPTIONS:], strict=True))
     ctx.causal, ctx.scale, ctx.layout, ctx.with_lse = inputs[3:7]
-    ctx.numbers = {name: options[name] for name in ("softcap", "window_left", "window_right")}
+    ctx.numbers = {name: options[name] for name in _FLAT if name not in (*_RANKS, "sinks", "mod_tensors")}
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3], *output, *(options[name] for name in _RANKS), options["sinks"])
+    tensors = [options[name] for name in (*_RANKS, "sinks")]
+    ctx.save_for_backward(*inputs[:3], *output, *tensors, *options["mod_tensors"])
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -125,9 +155,11 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
         )
     found: dict[str, Tensor | None] = {}
     if do is not None or dlse is not None:
-        q, k, v, o, lse, *tensors, sinks = ctx.saved_tensors
+        q, k, v, o, lse, *tensors = ctx.saved_tensors
+        *tensors, sinks = tensors[: len(_RANKS) + 1]
         do = torch.zeros_like(o) if do is None else do
         options = dict(zip(_RANKS, tensors, strict=True)) | ctx.numbers
+        options["mod_tensors"] = list(ctx.saved_tensors[6 + len(_RANKS) :])
         of_bias = ctx.needs_input_grad[_FORWARD_OPTIONS + _FLAT.index("bias")]
         of_sinks = ctx.needs_input_grad[_FORWARD_OPTIONS + _FLAT.index("sinks")]
         # With a graph of the backward, which torch.func always makes, it would be differentiated again.
@@ -153,7 +185,15 @@ def sinks_gradient(sinks: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tens
     return -(p * delta).sum((0, 2)).to(sinks.dtype)
 
 
-forward_modified.register_autograd(_differentiate, setup_context=_save)
+
+def _differentiate_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """The same, with a list where the operator takes one."""
+    found: list[Any] = list(_differentiate(ctx, do, dlse))
+    found[_FORWARD_OPTIONS + _FLAT.index("mod_tensors")] = [None] * (len(ctx.saved_tensors) - 6 - len(_RANKS))
+    return tuple(found)
+
+
+forward_modified.register_autograd(_differentiate_operator, setup_context=_save)
 backward_modified.register_autograd(no_second_derivative, setup_context=save_nothing)
 
 
@@ -171,13 +211,15 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...], f
     results = [*folded(info.batch_size, in_dims[:mains], inputs[:mains]), *inputs[mains:]]
     for place, name in enumerate(_FLAT[: len(inputs) - first], first):
         given = inputs[place]
+        if name in ("score_mod", "mask_mod") and given is not None:
+            raise UnsupportedError(f"flashgen has no vmap over {name}, which would count another batch. Loop over calls.")
         if name in _RANKS and given is not None:
             results[place] = _fold_option(given, in_dims[place], _RANKS[name], info.batch_size, batch)
     return results
 
 
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], Any]:
-    if in_dims[-1] is not None:
+    if in_dims[_FORWARD_OPTIONS + _FLAT.index("sinks")] is not None:
         raise UnsupportedError(
             "flashgen has no vmap over sinks, which all of a batch share. Loop over them, or make each mapped call's "
             "heads part of one call's heads."

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashgen.errors import InputError
+from flashgen.expressions.given import judge
 
 # An open side of a window; with lengths below it every sum of two such numbers is an int32.
 UNLIMITED = 2**29
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _as_bytes(value: Any) -> Any:
+    return value.view(torch.uint8) if isinstance(value, Tensor) and value.dtype == torch.bool else value
 
 
 class Modifiers(NamedTuple):
@@ -30,6 +35,9 @@ class Modifiers(NamedTuple):
         segment_ids_kv: int32 [batch, seq_kv].
         sinks: fp32 [heads], or fp64 for fp64 inputs: one more logit of every row, which has no value (GPT-OSS). The
             log-sum-exp includes it: that of a row that sees no key is the sink.
+        score_mod: canonical expression of the scaled scores (flashgen.expressions), before all of this.
+        mask_mod: canonical condition for what is seen.
+        mod_tensors: what they read, contiguous.
     """
 
     softcap: float | None = None
@@ -40,18 +48,24 @@ class Modifiers(NamedTuple):
     segment_ids_q: Tensor | None = None
     segment_ids_kv: Tensor | None = None
     sinks: Tensor | None = None
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    mod_tensors: tuple[Tensor, ...] = ()
 
     def arguments(self, causal: str) -> tuple[Tensor | float, ...]:
-        """What kernels take of it: every field that there is, in order, the window as two numbers, bool as bytes."""
+        """What kernels take of it: every field that there is, in order, the window as two numbers, bool as bytes.
+
+        Expressions are part of the kernel; their tensors come with their sizes.
+        """
         found: list[Tensor | float] = []
         for value in self:
-            if isinstance(value, tuple):
-                left, right = value
+            if value is self.window is not None:
+                left, right = self.window
                 found += [left, right if causal == "none" else 0]
-            elif isinstance(value, Tensor) and value.dtype == torch.bool:
-                found.append(value.view(torch.uint8))
-            elif value is not None:
-                found.append(value)
+            elif isinstance(value, (Tensor, float)):
+                found.append(_as_bytes(value))
+        for tensor in self.mod_tensors:
+            found += [_as_bytes(tensor), *tensor.shape]
         return tuple(found)
 
     def to(self, change: Callable[[Tensor], Tensor]) -> Modifiers:
@@ -78,6 +92,7 @@ class Options(NamedTuple):
         mask: bool, broadcastable likewise.
         segment_ids_q, segment_ids_kv: integers [batch, seq_q] and [batch, seq_kv]; both or neither.
         sinks: [heads].
+        score_mod, mask_mod, mod_tensors: as flashgen.expressions.given.written returns them.
     """
 
     softcap: float | None = None
@@ -88,6 +103,9 @@ class Options(NamedTuple):
     segment_ids_q: Tensor | None = None
     segment_ids_kv: Tensor | None = None
     sinks: Tensor | None = None
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    mod_tensors: Sequence[Tensor] = ()
 
 
 def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Options) -> Modifiers:
@@ -124,6 +142,9 @@ def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Opti
         segment_ids_q=ids[0],
         segment_ids_kv=ids[1],
         sinks=None if sink is None else sink.to(wide).contiguous(),
+        score_mod=options.score_mod,
+        mask_mod=options.mask_mod,
+        mod_tensors=judge(options.score_mod, options.mask_mod, options.mod_tensors, like.device),
     )
 
 
@@ -138,11 +159,12 @@ def check_cap(options: Options, scale: float | None) -> None:
 
 def check_gradients(options: Options) -> None:
     """Refuse to differentiate by what has no gradient here; where a call is made, since inside no graph is seen."""
-    slopes = options.alibi_slopes
-    if isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled():
-        raise InputError(
-            "alibi_slopes have no gradient here, but they require one: detach() them, or make a bias of them."
-        )
+    for name, tensors in (("alibi_slopes", [options.alibi_slopes]), ("mod_tensors", options.mod_tensors)):
+        wanted = any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
+        if wanted and torch.is_grad_enabled():
+            raise InputError(
+                f"{name} have no gradient here, but they require one: detach() them, or make a bias of them."
+            )
 
 
 def window_sides(value: object) -> tuple[Any, Any]:

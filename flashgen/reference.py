@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashgen.expressions.evaluate import evaluate
+from flashgen.expressions.given import derivative_of, mask_of, score_of, types_of
 from flashgen.modifiers import NOTHING, Modifiers
 
 
@@ -26,8 +28,12 @@ def visible_keys(
     device: torch.device | None = None,
     modifiers: Modifiers = NOTHING,
     keys: slice = slice(None),
+    heads: tuple[int, int] = (1, 1),
 ) -> Tensor:
-    """Which of these keys each row sees: bool [seq_q, keys], or [batch, heads or 1, seq_q, keys] where that differs."""
+    """Which of these keys each row sees: bool [seq_q, keys], or [batch, heads or 1, seq_q, keys] where that differs.
+
+    `heads` has the sizes of batch and heads, which an expression may ask for.
+    """
     first, stop, _ = keys.indices(seq_kv)
     distance = torch.arange(first, stop, device=device) - torch.arange(seq_q, device=device)[:, None]
     if causal != "top_left":
@@ -41,17 +47,44 @@ def visible_keys(
     if modifiers.segment_ids_q is not None and modifiers.segment_ids_kv is not None:
         same = modifiers.segment_ids_q[:, :, None] == modifiers.segment_ids_kv[:, None, keys]
         seen = seen & same[:, None]
+    if modifiers.mask_mod is not None:
+        condition = mask_of(modifiers.mask_mod, types_of(modifiers.mod_tensors))
+        places = _places(*heads, seq_q, seq_kv, keys, device)
+        seen = seen & evaluate(condition, places, modifiers.mod_tensors, torch.float64)
     return seen
 
 
+def _places(
+    batch: int, heads: int, seq_q: int, seq_kv: int, keys: slice, device: torch.device | None
+) -> dict[str, Tensor]:
+    """What an expression may name, but for the score: for [batch, heads, seq_q, keys]."""
+    first, stop, _ = keys.indices(seq_kv)
+    return {
+        "batch": torch.arange(batch, device=device)[:, None, None, None],
+        "head": torch.arange(heads, device=device)[:, None, None],
+        "q_idx": torch.arange(seq_q, device=device)[:, None],
+        "kv_idx": torch.arange(first, stop, device=device),
+        "seq_q": torch.tensor(seq_q, device=device),
+        "seq_kv": torch.tensor(seq_kv, device=device),
+    }
+
+
 def modified(
-    scores: Tensor, seq_kv: int, modifiers: Modifiers, keys: slice = slice(None)
+    scores: Tensor, seq_kv: int, modifiers: Modifiers, keys: slice = slice(None), derived: bool = False
 ) -> tuple[Tensor, Tensor | float]:
-    """Scaled scores [batch, heads, seq_q, keys] with soft cap, ALiBi and bias, and the derivative by what they were."""
+    """Scaled scores [batch, heads, seq_q, keys] with all that is done to them; `derived`: and the derivative by what
+    they were.
+    """
     slope: Tensor | float = 1.0
+    if modifiers.score_mod is not None:
+        places = _places(*scores.shape[:3], seq_kv, keys, scores.device) | {"score": scores}
+        given = (modifiers.score_mod, types_of(modifiers.mod_tensors))
+        if derived:
+            slope = evaluate(derivative_of(*given), places, modifiers.mod_tensors, scores.dtype)
+        scores = evaluate(score_of(*given), places, modifiers.mod_tensors, scores.dtype).expand(scores.shape)
     if modifiers.softcap is not None:
         capped = torch.tanh(scores / modifiers.softcap)
-        scores, slope = capped * modifiers.softcap, 1 - capped**2
+        scores, slope = capped * modifiers.softcap, slope * (1 - capped**2)
     if modifiers.alibi_slopes is not None:
         first, stop, _ = keys.indices(seq_kv)
         seq_q = scores.shape[-2]
@@ -86,7 +119,7 @@ def plain_attention(
     q, k, v = rounding(q), rounding(k), rounding(v)
     scores = _statistics_dtype((_grouped(q, k) @ k[:, :, None].transpose(-1, -2)) * scale).flatten(1, 2)
     scores, _ = modified(scores, k.shape[2], modifiers)
-    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers)
+    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers, heads=q.shape[:2])
     p, lse = _softmax(scores.masked_fill(~seen, -math.inf), modifiers.sinks)
     o = rounding(_grouped(p.to(v.dtype), k)) @ v[:, :, None]
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
@@ -122,7 +155,7 @@ def tiled_attention(
         keys = slice(start, start + block_kv)
         scores = (grouped @ k[:, :, None, keys].to(wide).transpose(-1, -2)).flatten(1, 2)
         scores, _ = modified(scores, seq_kv, modifiers, keys)
-        seen = visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, keys)
+        seen = visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, keys, q.shape[:2])
         scores = scores.masked_fill(~seen, -math.inf)
         new_max = torch.maximum(row_max, scores.amax(-1))
         safe_max = new_max.masked_fill(new_max == -math.inf, 0.0)
@@ -192,8 +225,8 @@ def tiled_backward(
     for start in range(0, seq_kv, block_kv):
         block = slice(start, start + block_kv)
         keys, values = k[:, :, None, block].to(wide), v[:, :, None, block].to(wide)
-        scores, slope = modified((scaled @ keys.transpose(-1, -2)).flatten(1, 2), seq_kv, modifiers, block)
-        hidden = ~visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, block)
+        scores, slope = modified((scaled @ keys.transpose(-1, -2)).flatten(1, 2), seq_kv, modifiers, block, derived=True)
+        hidden = ~visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, block, q.shape[:2])
         p = torch.exp(scores - lse[..., None]).masked_fill(hidden, 0.0)
         ds = (p * ((do @ values.transpose(-1, -2)).flatten(1, 2) - delta)).masked_fill(hidden, 0.0)
         if dbias is not None:

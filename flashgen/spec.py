@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast, get_args
@@ -31,9 +32,13 @@ MODIFIERS = {
     "mask": ("mask",),
     "segments": ("segment_ids_q", "segment_ids_kv"),
     "sinks": ("sinks",),
+    "score_mod": (),
+    "mask_mod": (),
     "varlen": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "total_q", "total_k"),
 }
 FEATURES = tuple(MODIFIERS)
+# Files leave out what a spec does not have.
+OPTIONAL = (*FEATURES, "mod_tensors")
 
 MAX_HEAD_DIM = 256
 MAX_SIZE = 2**31 - 512  # the kernels' sizes are int32, and they round up to a block
@@ -58,7 +63,10 @@ class Spec:
             16-bit inputs have exact products either way and always say `"ieee"`.
         softcap, alibi, window, mask, segments, sinks: whether the scores are modified so (flashgen.modifiers).
         bias: element type of what is added to them; `"none"` when nothing is.
+        score_mod, mask_mod: canonical expressions (flashgen.expressions), or `"#"` and the digest of one; `"none"`
+            without.
         varlen: whether sequences of different lengths lie behind each other, as `attention_varlen` takes them.
+        mod_tensors: type and rank of the tensors that expressions read, such as `"fp32[1] int64[2]"`.
     """
 
     op: Op = "forward"
@@ -74,7 +82,10 @@ class Spec:
     mask: bool = False
     segments: bool = False
     sinks: bool = False
+    score_mod: str = "none"
+    mask_mod: str = "none"
     varlen: bool = False
+    mod_tensors: str = "none"
 
     def __post_init__(self) -> None:
         kinds = (("op", Op), ("dtype", DType), ("causal", Causal), ("precision", Precision), ("bias", BiasDType))
@@ -90,12 +101,14 @@ class Spec:
                     "Split wider heads, or use torch's scaled_dot_product_attention for them."
                 )
         for field in FEATURES:
-            if field != "bias" and type(getattr(self, field)) is not bool:
-                raise InputError(f"{field} must be true or false, but got {getattr(self, field)!r}.")
+            wanted = str if field in _TEXTS else bool
+            if type(getattr(self, field)) is not wanted:
+                what = "text" if wanted is str else "true or false"
+                raise InputError(f"{field} must be {what}, but got {getattr(self, field)!r}.")
         if self.op == "backward" and self.sinks:
             raise InputError("sinks=True is for op='forward': a backward finds the sinks in the log-sum-exp.")
-        if self.varlen and {"bias", "mask", "segments"}.intersection(self.features):
-            raise InputError(f"varlen=True goes with no bias, mask or segments, but got {', '.join(self.features)}.")
+        if self.varlen and {"bias", "mask", "segments", *_EXPRESSIONS}.intersection(self.features):
+            raise InputError(f"varlen=True goes with no bias, mask, segments or expressions, but got {', '.join(self.features)}.")
         if self.precision == "tf32" and self.dtype != "fp32":
             raise InputError(f"precision='tf32' is for fp32 inputs, but got dtype={self.dtype!r}.")
 
@@ -121,13 +134,28 @@ class Spec:
     @property
     def modifiers(self) -> tuple[str, ...]:
         """The names of what its kernels take for its features, as flashgen.modifiers.Modifiers.arguments gives them."""
-        return tuple(name for feature in self.features for name in MODIFIERS[feature])
+        names = [name for feature in self.features for name in MODIFIERS[feature]]
+        for index, (_, rank) in enumerate(self.tensors):
+            names += [f"mod{index}", *(f"mod{index}_size_{axis}" for axis in range(rank))]
+        return tuple(names)
+
+    @property
+    def tensors(self) -> tuple[tuple[str, int], ...]:
+        """Type and rank of every tensor that its expressions read."""
+        listed = [] if self.mod_tensors == "none" else self.mod_tensors.split(" ")
+        return tuple((name, int(rank)) for name, rank in (each.removesuffix("]").split("[") for each in listed))
 
     @property
     def stated(self) -> dict[str, object]:
         """Its fields by name; of FEATURES only those that it has, so that others leave no trace in files."""
-        absent = set(FEATURES).difference(self.features)
-        return {name: value for name, value in asdict(self).items() if name not in absent}
+        absent = {name for name in OPTIONAL if getattr(self, name) in (False, "none")}
+        return {name: value for name, value in asdict(self.named).items() if name not in absent}
+
+    @property
+    def named(self) -> Spec:
+        """The same with digests for expressions: what files know of them, which never hold what is run."""
+        texts = {name: f"#{digest(getattr(self, name))}" for name in _EXPRESSIONS if _is_text(getattr(self, name))}
+        return replace(self, **texts) if texts else self
 
     @property
     def backward(self) -> Spec:
@@ -148,7 +176,10 @@ class Spec:
             parts.append(self.precision)
         if self.causal != "none":
             parts.append("causal" if self.causal == "bottom_right" else "causal_top_left")
-        parts += [f"bias_{self.bias}" if name == "bias" and self.bias != self.dtype else name for name in self.features]
+        for name in self.features:
+            value = getattr(self.named, name)
+            own = name != "bias" or value != self.dtype
+            parts.append(f"{name}_{value.removeprefix('#')}" if isinstance(value, str) and own else name)
         return "_".join(parts)
 
     @property
@@ -159,10 +190,22 @@ class Spec:
     @property
     def tuned_as(self) -> Spec:
         """The spec under which tuned configs are kept: the two causal alignments differ by one constant."""
-        return replace(self, causal="bottom_right") if self.causal == "top_left" else self
+        named = self.named
+        return replace(named, causal="bottom_right") if named.causal == "top_left" else named
 
 
-_PLAIN: dict[str, Any] = {name: "none" if name == "bias" else False for name in FEATURES}
+_EXPRESSIONS = ("score_mod", "mask_mod")
+_TEXTS = ("bias", *_EXPRESSIONS)
+_PLAIN: dict[str, Any] = {name: "none" if name in (*_TEXTS, "mod_tensors") else False for name in OPTIONAL}
+
+
+def digest(text: str) -> str:
+    """Twelve hex digits that stand for a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _is_text(expression: str) -> bool:
+    return expression != "none" and not expression.startswith("#")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashgen.errors import InputError, UnsupportedError
+from flashgen.expressions.given import types_of
 from flashgen.modifiers import Modifiers
 from flashgen.spec import DTYPE_NAMES, Causal, Layout, Problem, Spec
 
@@ -147,6 +148,9 @@ def with_features(spec: Spec, modifiers: Modifiers) -> Spec:
         mask=modifiers.mask is not None,
         segments=modifiers.segment_ids_q is not None,
         sinks=modifiers.sinks is not None and spec.op == "forward",
+        score_mod=modifiers.score_mod or "none",
+        mask_mod=modifiers.mask_mod or "none",
+        mod_tensors=" ".join(f"{name}[{rank}]" for name, rank in types_of(modifiers.mod_tensors)) or "none",
     )
 
 

@@ -20,6 +20,7 @@ from flashgen import check
 from flashgen.cases import Case
 from flashgen.check import Launch
 from flashgen.compile import write_source
+from flashgen.expressions.given import types_of
 from flashgen.families import FAMILIES, Variant
 from flashgen.launch import arguments_of
 from flashgen.modifiers import Modifiers
@@ -113,6 +114,9 @@ def spec_of(op: Op, q: Tensor, v: Tensor, modifiers: Modifiers, causal: Causal) 
         mask=modifiers.mask is not None,
         segments=modifiers.segment_ids_q is not None,
         sinks=modifiers.sinks is not None,
+        score_mod=modifiers.score_mod or "none",
+        mask_mod=modifiers.mask_mod or "none",
+        mod_tensors=" ".join(f"{name}[{rank}]" for name, rank in types_of(modifiers.mod_tensors)) or "none",
     )
 
 

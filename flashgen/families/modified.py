@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flashgen.expressions.bounds import block_of, is_opaque
+from flashgen.expressions.emit import statements
+from flashgen.expressions.given import derivative_of, mask_of, score_of
 from flashgen.hardware import Gpu
 from flashgen.space import Config
 from flashgen.spec import FEATURES, Spec
@@ -30,10 +33,12 @@ _SHAPING = {
     "softcap": ("softcap",),
     "alibi": ("slope",),
     "bias": ("BIAS_head", "bias_stride_q", "bias_stride_k"),
+    "score_mod": ("batch", "head"),
 }
 _SEEING = {
     "window": ("window_left", "window_right"),
     "mask": ("MASK_head", "mask_stride_q", "mask_stride_k"),
+    "mask_mod": ("batch", "head", "seq_q", "seq_kv"),
 }
 # For the docstring of `launch`.
 _DESCRIBED = {
@@ -44,6 +49,7 @@ _DESCRIBED = {
     "mask": ("mask: bytes [batch, heads, seq_q, seq_kv], any strides; other than 0 is seen.",),
     "segments": ("segment_ids_q [batch, seq_q], segment_ids_kv [batch, seq_kv]: int32 contiguous.",),
     "sinks": ("sinks: fp32 [heads], one more logit of every row.",),
+    "score_mod": ("mod0, …: what the expressions read, contiguous, and the sizes of each.",),
     "varlen": (
         "cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], cumulative; total_q, total_k: tokens that there are.",
         "seqused_k: int32 [sequences], how many keys of each count, or empty. q, k, v and o are views in which as many",
@@ -54,7 +60,7 @@ _DESCRIBED = {
 
 def reads_more(spec: Spec) -> bool:
     """Whether blocks of scores bring loads beyond K and V, which take shared memory or undo the pipeline."""
-    return spec.bias != "none" or spec.mask or spec.segments
+    return spec.bias != "none" or spec.mask or spec.segments or spec.mod_tensors != "none"
 
 
 def derived(spec: Spec) -> Mapping[str, object]:
@@ -67,18 +73,52 @@ def derived(spec: Spec) -> Mapping[str, object]:
     def of(table: Mapping[str, tuple[str, ...]]) -> list[str]:
         return [name for feature in FEATURES if feature in spec.features for name in table.get(feature, ())]
 
+    tables = [each for index in range(len(spec.tensors)) for each in (f"MOD{index}", *_sizes(spec, index))]
+    shaping = of(_SHAPING) + (tables if spec.score_mod != "none" else [])
+    seeing = of(_SEEING) + (tables if spec.mask_mod != "none" else [])
     return {
-        "pointers": of(_POINTERS),
+        "pointers": of(_POINTERS) + [name if name[0] == "M" else f"{name}: tl.int32" for name in tables],
         "strides": [f"{name}: tl.int64" for name in of(_STRIDES)],
         "modifiers": list(spec.modifiers),
         "strided_names": [_STRIDED[feature] for feature in spec.features if feature in _STRIDED],
         "described": of(_DESCRIBED),
         "scored": bool(set(spec.features) - {"sinks", "varlen"}),
-        "shaping": of(_SHAPING),
-        "seeing": of(_SEEING),
+        "shaping": shaping,
+        "seeing": seeing,
+        # What both take, as parameters of those that call them.
+        "passed": [name for name in dict.fromkeys(shaping + seeing) if name not in ("seq_q", "seq_kv")],
+        "tables": tables,
+        **_expressions(spec),
+        # Not all blocks that any row sees are seen whole up to one place.
+        "edged": spec.window or spec.segments or spec.mask_mod != "none",
         "ranged": spec.causal != "none" or spec.window,
         "dense": [name for name in ("bias", "mask") if name in spec.features],
     }
+
+
+def _sizes(spec: Spec, index: int) -> list[str]:
+    return [f"mod{index}_size_{axis}" for axis in range(spec.tensors[index][1])]
+
+
+def _expressions(spec: Spec) -> Mapping[str, object]:
+    """The caller's expressions as lines of Triton and the results, for lib/mods; and what their blocks need."""
+    found: dict[str, object] = {"score_mod": None, "mask_mod": None, "sparse": spec.mask, "tanh": False}
+    lines: list[str] = []
+    if spec.score_mod != "none":
+        score = score_of(spec.score_mod, spec.tensors)
+        results = [score]
+        if spec.op == "backward":
+            results.append(derivative_of(spec.score_mod, spec.tensors))
+        lines, texts = statements(results, spec.tensors)
+        found["score_mod"] = (lines, texts)
+    if spec.mask_mod != "none":
+        condition = mask_of(spec.mask_mod, spec.tensors)
+        found["mask_mod"] = statements([condition], spec.tensors)
+        found["mask_bounds"] = statements(block_of(condition), spec.tensors)
+        # Blocks that the bounds let through may be hidden all the same: they are looked at before they are computed.
+        found["sparse"] = spec.mask or is_opaque(condition)
+    found["tanh"] = "tanh_of" in repr(found)
+    return found
 
 
 def plain_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
