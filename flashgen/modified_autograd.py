@@ -185,7 +185,6 @@ def sinks_gradient(sinks: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tens
     return -(p * delta).sum((0, 2)).to(sinks.dtype)
 
 
-
 def _differentiate_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     """The same, with a list where the operator takes one."""
     found: list[Any] = list(_differentiate(ctx, do, dlse))
@@ -212,7 +211,9 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...], f
     for place, name in enumerate(_FLAT[: len(inputs) - first], first):
         given = inputs[place]
         if name in ("score_mod", "mask_mod") and given is not None:
-            raise UnsupportedError(f"flashgen has no vmap over {name}, which would count another batch. Loop over calls.")
+            raise UnsupportedError(
+                f"flashgen has no vmap over {name}, to which batch would mean another. Loop over it."
+            )
         if name in _RANKS and given is not None:
             results[place] = _fold_option(given, in_dims[place], _RANKS[name], info.batch_size, batch)
     return results

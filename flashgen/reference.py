@@ -77,7 +77,8 @@ def modified(
     """
     slope: Tensor | float = 1.0
     if modifiers.score_mod is not None:
-        places = _places(*scores.shape[:3], seq_kv, keys, scores.device) | {"score": scores}
+        batch, heads, seq_q, _ = scores.shape
+        places = _places(batch, heads, seq_q, seq_kv, keys, scores.device) | {"score": scores}
         given = (modifiers.score_mod, types_of(modifiers.mod_tensors))
         if derived:
             slope = evaluate(derivative_of(*given), places, modifiers.mod_tensors, scores.dtype)
@@ -119,7 +120,7 @@ def plain_attention(
     q, k, v = rounding(q), rounding(k), rounding(v)
     scores = _statistics_dtype((_grouped(q, k) @ k[:, :, None].transpose(-1, -2)) * scale).flatten(1, 2)
     scores, _ = modified(scores, k.shape[2], modifiers)
-    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers, heads=q.shape[:2])
+    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers, heads=(q.shape[0], q.shape[1]))
     p, lse = _softmax(scores.masked_fill(~seen, -math.inf), modifiers.sinks)
     o = rounding(_grouped(p.to(v.dtype), k)) @ v[:, :, None]
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
@@ -155,7 +156,7 @@ def tiled_attention(
         keys = slice(start, start + block_kv)
         scores = (grouped @ k[:, :, None, keys].to(wide).transpose(-1, -2)).flatten(1, 2)
         scores, _ = modified(scores, seq_kv, modifiers, keys)
-        seen = visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, keys, q.shape[:2])
+        seen = visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, keys, (q.shape[0], q.shape[1]))
         scores = scores.masked_fill(~seen, -math.inf)
         new_max = torch.maximum(row_max, scores.amax(-1))
         safe_max = new_max.masked_fill(new_max == -math.inf, 0.0)
@@ -225,8 +226,9 @@ def tiled_backward(
     for start in range(0, seq_kv, block_kv):
         block = slice(start, start + block_kv)
         keys, values = k[:, :, None, block].to(wide), v[:, :, None, block].to(wide)
-        scores, slope = modified((scaled @ keys.transpose(-1, -2)).flatten(1, 2), seq_kv, modifiers, block, derived=True)
-        hidden = ~visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, block, q.shape[:2])
+        scores = (scaled @ keys.transpose(-1, -2)).flatten(1, 2)
+        scores, slope = modified(scores, seq_kv, modifiers, block, derived=True)
+        hidden = ~visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, block, (q.shape[0], q.shape[1]))
         p = torch.exp(scores - lse[..., None]).masked_fill(hidden, 0.0)
         ds = (p * ((do @ values.transpose(-1, -2)).flatten(1, 2) - delta)).masked_fill(hidden, 0.0)
         if dbias is not None:

@@ -13,7 +13,7 @@ from flashgen.families import Family, Variant, families_of, family_named
 from flashgen.hardware import Gpu
 from flashgen.records import Versions
 from flashgen.render import template_hash
-from flashgen.spec import Bucket, Problem, Spec
+from flashgen.spec import EXPRESSIONS, Bucket, Problem, Spec
 from flashgen.store import lookup
 from flashgen.version import VERSION
 
@@ -145,8 +145,11 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
 def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], notes: tuple[str, ...]) -> Selection:
     refusals: list[str] = []
     op = "" if spec.op == "forward" else f" --op {spec.op}"
-    features = [name for name in spec.features if name != "varlen"]
+    features = [name for name in spec.features if name not in ("varlen", *EXPRESSIONS)]
     also = f" --with {','.join(features)}" if features else ""
+    also += "".join(
+        f" --{name.replace('_', '-')} '{getattr(spec, name)}'" for name in EXPRESSIONS if name in spec.features
+    )
     hint = f"run `flashgen tune --gpu auto --head-dim {spec.head_dim}{op}{also}` there"
     for candidate in sorted(candidates, key=lambda each: each.least_pairs > bucket.seq_q * bucket.seq_kv):
         config = candidate.default(spec, gpu)

@@ -37,6 +37,7 @@ MODIFIERS = {
     "varlen": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "total_q", "total_k"),
 }
 FEATURES = tuple(MODIFIERS)
+EXPRESSIONS = ("score_mod", "mask_mod")
 # Files leave out what a spec does not have.
 OPTIONAL = (*FEATURES, "mod_tensors")
 
@@ -107,8 +108,10 @@ class Spec:
                 raise InputError(f"{field} must be {what}, but got {getattr(self, field)!r}.")
         if self.op == "backward" and self.sinks:
             raise InputError("sinks=True is for op='forward': a backward finds the sinks in the log-sum-exp.")
-        if self.varlen and {"bias", "mask", "segments", *_EXPRESSIONS}.intersection(self.features):
-            raise InputError(f"varlen=True goes with no bias, mask, segments or expressions, but got {', '.join(self.features)}.")
+        if self.varlen and {"bias", "mask", "segments", *EXPRESSIONS}.intersection(self.features):
+            raise InputError(
+                f"varlen=True goes with no bias, mask, segments or mods, but got {', '.join(self.features)}."
+            )
         if self.precision == "tf32" and self.dtype != "fp32":
             raise InputError(f"precision='tf32' is for fp32 inputs, but got dtype={self.dtype!r}.")
 
@@ -154,7 +157,11 @@ class Spec:
     @property
     def named(self) -> Spec:
         """The same with digests for expressions: what files know of them, which never hold what is run."""
-        texts = {name: f"#{digest(getattr(self, name))}" for name in _EXPRESSIONS if _is_text(getattr(self, name))}
+        texts: dict[str, Any] = {
+            name: f"#{digest(value)}"
+            for name in EXPRESSIONS
+            if (value := getattr(self, name)) != "none" and not value.startswith("#")
+        }
         return replace(self, **texts) if texts else self
 
     @property
@@ -194,18 +201,13 @@ class Spec:
         return replace(named, causal="bottom_right") if named.causal == "top_left" else named
 
 
-_EXPRESSIONS = ("score_mod", "mask_mod")
-_TEXTS = ("bias", *_EXPRESSIONS)
+_TEXTS = ("bias", *EXPRESSIONS)
 _PLAIN: dict[str, Any] = {name: "none" if name in (*_TEXTS, "mod_tensors") else False for name in OPTIONAL}
 
 
 def digest(text: str) -> str:
     """Twelve hex digits that stand for a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _is_text(expression: str) -> bool:
-    return expression != "none" and not expression.startswith("#")
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ def options(*features: str, seq_q: int = 4, seq_kv: int = 6, dtype: torch.dtype 
             "segment_ids_kv": torch.arange(seq_kv).expand(2, seq_kv) // 4,
         },
         "sinks": {"sinks": random(4, seed=8, dtype=dtype)},
+        "score_mod": {"score_mod": "score * (1.0 + 0.1 * head) + 0.1 * (kv_idx - q_idx)"},
+        "mask_mod": {"mask_mod": "(kv_idx + 1 < q_idx) | (kv_idx % 4 < 3)"},
     }
     found: dict[str, Any] = {}
     for feature in features:

@@ -46,9 +46,7 @@ def test_functions_mean_what_their_text_means() -> None:
     score = torch.randn(2, 3, 7, 11, dtype=torch.float64)
     slopes = torch.randn(3, dtype=torch.float64)
     results = [
-        evaluate(
-            score_of(canonical(source, names, True), (("fp64", 1),)), places(score=score), [slopes], torch.float64
-        )
+        evaluate(score_of(canonical(source, names, True), (("fp64", 1),)), places(score=score), [slopes], torch.float64)
         for source, names in ((text, ("s",)), (score_by_function, ("slopes",)))
     ]
     far = 2 * (torch.arange(7)[:, None] - torch.arange(11)).abs()
@@ -68,11 +66,14 @@ def test_canonical_text_reads_as_itself(name: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "score", "3 * score - score / 4 + 1", "score * score * score", "exp(score)", "exp2(score / 2)", "log(score * score + 1)",
+        "score", "3 * score - score / 4 + 1", "score * score * score", "exp(score)", "exp2(score / 2)",
+        "log(score * score + 1)",
         "log2(exp(score))", "sqrt(score * score + 2)", "sin(score) * cos(2 * score)", "erf(score)", "sigmoid(score)",
-        "tanh(score / 3) * 3", "abs(score)", "-score", "1 / (1 + score * score)", "minimum(score, 0.3)", "maximum(score, -0.3)",
+        "tanh(score / 3) * 3", "abs(score)", "-score", "1 / (1 + score * score)", "minimum(score, 0.3)",
+        "maximum(score, -0.3)",
         "where(kv_idx > q_idx, score * 2, tanh(score))", "score * (kv_idx <= q_idx)", "score.to(tl.float32) * t[head]",
-        "where(score > 0, score, 0.1 * score)", "t[head] * 2", "to_int(score) // 2 * score", "score + q_idx // 2 - kv_idx % 3",
+        "where(score > 0, score, 0.1 * score)", "t[head] * 2",
+        "to_int(score) // 2 * score", "score + q_idx // 2 - kv_idx % 3",
     ],
 )  # fmt: skip
 def test_derivatives_are_those_of_autograd(text: str) -> None:

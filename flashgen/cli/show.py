@@ -58,6 +58,8 @@ def _entry_plain(gpu: Gpu, path: Path, entry: Entry) -> dict[str, object]:
 @options.dtype_option
 @click.option("--causal/--no-causal", default=False, show_default=True)
 @options.with_option
+@options.score_mod_option
+@options.mask_mod_option
 @click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True, help="Length of q and k.")
 @click.option("--family", help="Only this kernel family.")
 @click.option("--source", is_flag=True, help="Print the generated source too.")
@@ -68,8 +70,9 @@ def show_command(gpu: str, seq: int, source: bool, as_json: bool, **given: Any) 
     target = options.gpu_from(gpu)
     causal = "true" if given["causal"] else "false"
     specs = options.specs_from(
-        target, given["head_dim"], given["head_dim_v"], given["dtype"], causal, given["op"], given["features"]
-    )
+        target, given["head_dim"], given["head_dim_v"], given["dtype"], causal, given["op"], given["features"],
+        given["score_mod"], given["mask_mod"],
+    )  # fmt: skip
     selections = [
         select(spec, options.problem_from(seq, None, spec.head_dim), target, given["family"]) for spec in specs
     ]

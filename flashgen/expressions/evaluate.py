@@ -35,7 +35,7 @@ def evaluate(node: Node, places: Mapping[str, Tensor], tensors: Sequence[Tensor]
         if isinstance(node, Read):
             table = tensors[node.tensor]
             inside = [value(each).clamp(0, size - 1) for each, size in zip(node.indices, table.shape, strict=True)]
-            read = table[tuple(torch.broadcast_tensors(*inside))]
+            read = table[tuple(inside)]
             return read.to(wide) if read.is_floating_point() else read
         if node.operation == "to_float":
             return value(node.operands[0]).to(wide)

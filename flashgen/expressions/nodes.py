@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Call:
     operands: tuple[Node, ...]
 
 
-Node = Union[Constant, Name, Read, Call]
+Node: TypeAlias = "Constant | Name | Read | Call"
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,13 @@ def _multiply(a: Node, b: Node) -> Node | None:
 def _and(a: Node, b: Node) -> Node | None:
     if FALSE in (a, b):
         return FALSE
-    return b if a == TRUE or a == b else a if b == TRUE else None
+    return b if a in (TRUE, b) else a if b == TRUE else None
 
 
 def _or(a: Node, b: Node) -> Node | None:
     if TRUE in (a, b):
         return TRUE
-    return b if a == FALSE or a == b else a if b == FALSE else None
+    return b if a in (FALSE, b) else a if b == FALSE else None
 
 
 def _not(a: Node) -> Node | None:

@@ -95,7 +95,7 @@ def _from_any(source: object, names: Sequence[str], scored: bool) -> Node:
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, SyntaxError) as error:
-        raise InputError(f"the source of {function.__name__} cannot be read: {error}. Give the expression as text.") from None
+        raise InputError(f"the source of {function.__name__} cannot be read: {error}. Give it as text.") from None
     assert isinstance(tree, ast.FunctionDef)
     return _of_function(tree, function, tensors, scored)
 
@@ -104,13 +104,16 @@ def _of_function(tree: ast.FunctionDef, function: Any, tensors: Mapping[str, int
     given = [each.arg for each in tree.args.args]
     places = (("score",) if scored else ()) + PLACES
     if len(given) < len(places) or tree.args.vararg or tree.args.kwonlyargs:
-        raise InputError(f"{tree.name} must take ({', '.join(places)}, tensors by name), but takes ({', '.join(given)}).")
+        wanted, has = ", ".join(places), ", ".join(given)
+        raise InputError(f"{tree.name} must take ({wanted}, tensors by name), but takes ({has}).")
     known: dict[str, Node] = {own: Name(place) for own, place in zip(given, places, strict=False)}
     for own in given[len(places) :]:
         if own in SIZES:
             known[own] = Name(own)
         elif own not in tensors:
-            raise InputError(f"{tree.name} takes {own!r}, which mod_tensors does not have: {', '.join(tensors) or 'none'}.")
+            raise InputError(
+                f"{tree.name} takes {own!r}, which mod_tensors does not have. Known: {', '.join(tensors)}."
+            )
     outer = inspect.getclosurevars(function)
     reader = _Reader(tensors, known, {**outer.globals, **outer.nonlocals})
     for statement in tree.body:
@@ -206,6 +209,5 @@ class _Reader:
         return call(operation, *(self._read(each) for each in arguments))
 
 
-_ALLOWED = (
-    "there are + - * / // %, comparisons, & | ^ ~, tensor[i, j], " + ", ".join(name for name in _FUNCTIONS if "_" not in name)
-)
+_NAMES = ", ".join(name for name in _FUNCTIONS if "_" not in name)
+_ALLOWED = f"there are + - * / // %, comparisons, & | ^ ~, tensor[i, j], {_NAMES}"
