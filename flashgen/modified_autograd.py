@@ -5,8 +5,8 @@ One pair for all options, apart from the plain one, whose calls stay short.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashgen.autograd import fake_forward, folded, is_direct, no_second_derivative, save_nothing
 from flashgen.errors import UnsupportedError
+from flashgen.expressions.given import MAX_TENSORS
 from flashgen.modified import attend, gradients
 from flashgen.modifiers import Options, window_sides
 from flashgen.tensors import empty_gradient
@@ -21,23 +22,28 @@ from flashgen.tensors import empty_gradient
 # Where the options begin among the arguments of either operator, and the ranks of those that have a batch.
 _FORWARD_OPTIONS, _BACKWARD_OPTIONS = 8, 10
 _RANKS = {"alibi_slopes": 2, "bias": 4, "mask": 4, "segment_ids_q": 2, "segment_ids_kv": 2}
+# A list of tensors would be beyond torch's older vmap, by which it batches gradients.
+_MODS = tuple(f"mod{index}" for index in range(MAX_TENSORS))
 _FLAT = (
     "softcap", "alibi_slopes", "bias", "window_left", "window_right", "mask", "segment_ids_q", "segment_ids_kv",
-    "score_mod", "mask_mod", "mod_tensors", "sinks",
+    "score_mod", "mask_mod", *_MODS, "sinks",
 )  # fmt: skip
+_TENSORS = (*_RANKS, *_MODS, "sinks")
 
 
 def flat(options: Options) -> tuple[Any, ...]:
     """Options as the operators take them, the window as two numbers."""
     known = options._asdict() | dict(zip(("window_left", "window_right"), window_sides(options.window), strict=True))
-    return tuple(list(known[name]) if name == "mod_tensors" else known[name] for name in _FLAT)
+    known |= itertools.zip_longest(_MODS, options.mod_tensors)
+    return tuple(known[name] for name in _FLAT)
 
 
 def _options(*given: Any) -> Options:
     """Back from `flat`, of which the sinks may be left out."""
     known = dict(zip(_FLAT, given, strict=False))
     window = known.pop("window_left"), known.pop("window_right")
-    return Options(window=window, **known)
+    tables = [known.pop(name) for name in _MODS]
+    return Options(window=window, mod_tensors=[each for each in tables if each is not None], **known)
 
 
 def compute(
@@ -59,7 +65,10 @@ def compute(
     segment_ids_kv: Tensor | None,
     score_mod: str | None,
     mask_mod: str | None,
-    mod_tensors: Sequence[Tensor],
+    mod0: Tensor | None,
+    mod1: Tensor | None,
+    mod2: Tensor | None,
+    mod3: Tensor | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(output, lse), lse empty when it is not wanted; gradients need it.
@@ -68,7 +77,7 @@ def compute(
     """
     options = _options(
         softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, score_mod,
-        mask_mod, mod_tensors, sinks,
+        mask_mod, mod0, mod1, mod2, mod3, sinks,
     )  # fmt: skip
     return attend(q, k, v, causal, scale, layout, return_lse, family, options)
 
@@ -98,13 +107,16 @@ def compute_gradients(
     segment_ids_kv: Tensor | None,
     score_mod: str | None,
     mask_mod: str | None,
-    mod_tensors: Sequence[Tensor],
+    mod0: Tensor | None,
+    mod1: Tensor | None,
+    mod2: Tensor | None,
+    mod3: Tensor | None,
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias) of what `forward_modified` computed, dbias empty when it is not wanted."""
     options = _options(
         softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, score_mod,
-        mask_mod, mod_tensors,
+        mask_mod, mod0, mod1, mod2, mod3,
     )  # fmt: skip
     return gradients(q, k, v, o, lse, do, dlse, causal, scale, layout, options, of_bias)
 
@@ -121,19 +133,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Te
 
 def run(*inputs: Any) -> tuple[Tensor, Tensor]:
     """`forward_modified`, past the operator where nobody needs to see it."""
-    tensors = _tensors(inputs)
+    tensors = (each for each in inputs if isinstance(each, Tensor))
     results: tuple[Tensor, Tensor] = (compute if is_direct(*tensors) else torch.ops.flashgen.forward_modified)(*inputs)
     return results
 
 
-def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
-    """Those among the inputs, and in their lists."""
-    found = [each for given in inputs for each in (given if isinstance(given, (list, tuple)) else (given,))]
-    return [each for each in found if isinstance(each, Tensor)]
-
-
 def _run_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tensors = _tensors(inputs)
+    tensors = (each for each in inputs if isinstance(each, Tensor))
     operator: Any = compute_gradients if is_direct(*tensors) else torch.ops.flashgen.backward_modified
     results: tuple[Tensor, Tensor, Tensor, Tensor] = operator(*inputs)
     return results
@@ -142,10 +148,9 @@ def _run_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     options = dict(zip(_FLAT, inputs[_FORWARD_OPTIONS:], strict=True))
     ctx.causal, ctx.scale, ctx.layout, ctx.with_lse = inputs[3:7]
-    ctx.numbers = {name: options[name] for name in _FLAT if name not in (*_RANKS, "sinks", "mod_tensors")}
+    ctx.numbers = {name: options[name] for name in _FLAT if name not in _TENSORS}
     ctx.set_materialize_grads(False)
-    tensors = [options[name] for name in (*_RANKS, "sinks")]
-    ctx.save_for_backward(*inputs[:3], *output, *tensors, *options["mod_tensors"])
+    ctx.save_for_backward(*inputs[:3], *output, *(options[name] for name in _TENSORS))
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -156,10 +161,8 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     found: dict[str, Tensor | None] = {}
     if do is not None or dlse is not None:
         q, k, v, o, lse, *tensors = ctx.saved_tensors
-        *tensors, sinks = tensors[: len(_RANKS) + 1]
         do = torch.zeros_like(o) if do is None else do
-        options = dict(zip(_RANKS, tensors, strict=True)) | ctx.numbers
-        options["mod_tensors"] = list(ctx.saved_tensors[6 + len(_RANKS) :])
+        options = dict(zip(_TENSORS, tensors, strict=True)) | ctx.numbers
         of_bias = ctx.needs_input_grad[_FORWARD_OPTIONS + _FLAT.index("bias")]
         of_sinks = ctx.needs_input_grad[_FORWARD_OPTIONS + _FLAT.index("sinks")]
         # With a graph of the backward, which torch.func always makes, it would be differentiated again.
@@ -168,7 +171,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
         dq, dk, dv, dbias = operator(q, k, v, o, lse, do, dlse, ctx.causal, ctx.scale, ctx.layout, *given, of_bias)
         found = {"q": dq, "k": dk, "v": dv, "bias": dbias if of_bias else None}
         if of_sinks:
-            found["sinks"] = sinks_gradient(sinks, o, lse, do, dlse, ctx.layout)
+            found["sinks"] = sinks_gradient(options["sinks"], o, lse, do, dlse, ctx.layout)
     return tuple(found.get(name) for name in ("q", "k", "v", *[""] * 5, *_FLAT))
 
 
@@ -185,14 +188,7 @@ def sinks_gradient(sinks: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tens
     return -(p * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _differentiate_operator(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    """The same, with a list where the operator takes one."""
-    found: list[Any] = list(_differentiate(ctx, do, dlse))
-    found[_FORWARD_OPTIONS + _FLAT.index("mod_tensors")] = [None] * (len(ctx.saved_tensors) - 6 - len(_RANKS))
-    return tuple(found)
-
-
-forward_modified.register_autograd(_differentiate_operator, setup_context=_save)
+forward_modified.register_autograd(_differentiate, setup_context=_save)
 backward_modified.register_autograd(no_second_derivative, setup_context=save_nothing)
 
 

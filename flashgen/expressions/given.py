@@ -14,6 +14,8 @@ from flashgen.expressions.nodes import Node
 from flashgen.expressions.parse import canonical, parse
 from flashgen.expressions.typed import check_mask, check_score, typed
 
+# Each is an argument of the operators.
+MAX_TENSORS = 4
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int32: "int32", torch.int64: "int64", torch.bool: "bool",
@@ -36,6 +38,8 @@ def written(
     given: Mapping[str, Tensor] = mod_tensors or {}
     if given and score_mod is None and mask_mod is None:
         raise InputError("mod_tensors are read by score_mod and mask_mod, neither of which is given.")
+    if len(given) > MAX_TENSORS:
+        raise InputError(f"mod_tensors may be {MAX_TENSORS}, but got {len(given)}: {', '.join(given)}. Stack some.")
     texts = _texts(score_mod, mask_mod, tuple(given))
     return *texts, tuple(given.values())
 
