@@ -19,6 +19,7 @@ from torch import Tensor
 from flashgen import check
 from flashgen.cases import Case
 from flashgen.check import Launch
+from flashgen.combinations import allowed, traits
 from flashgen.compile import write_source
 from flashgen.families import FAMILIES, Variant
 from flashgen.launch import arguments_of
@@ -114,6 +115,18 @@ def spec_of(op: Op, q: Tensor, v: Tensor, modifiers: Modifiers, causal: Causal) 
         segments=modifiers.segment_ids_q is not None,
         sinks=modifiers.sinks is not None,
     )
+
+
+def walked(op: Op) -> list[tuple[str, str]]:
+    """Pairs of features to run for the op; heads as wide as can be take too long, and sequences need other tensors."""
+    every = traits()
+    return [
+        pair
+        for pair in allowed(op)
+        # A backward finds sinks in the log-sum-exp: it is that of the other feature.
+        if "varlen" not in pair and not (op == "backward" and "sinks" in pair)
+        and not any("head_dim" in every[name] for name in pair)
+    ]  # fmt: skip
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
