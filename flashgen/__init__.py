@@ -3,8 +3,8 @@
 The files in reading order: errors, hardware, paths, modifiers, spec, reference, tensors, cpu, space, families,
 render, starting, workers, compile, resources, gate, descriptors, bound, launch, cases, check, benchmark, queueing,
 model, evaluate, records, choice, store, select, plans, gradients, modified, varlen, dispatch, autograd,
-modified_autograd, varlen_api, merging, api, nn, candidates, search, compilations, tune, peers, compare, export,
-analyze, budget, plot, report, cli.
+modified_autograd, varlen_api, merging, api, nn, candidates, search, compilations, tune, mods, peers, agreement,
+compare, export, analyze, budget, combinations, plot, report, cli.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 
 from flashgen.cases import mod_tensors
 from flashgen.modifiers import Modifiers, Options, modifiers_from
-from flashgen.spec import TORCH_DTYPES, Problem, Spec
+from flashgen.spec import EXPRESSIONS, TORCH_DTYPES, Problem, Spec
 
 MIN_SAMPLES = 5
 
@@ -98,13 +98,21 @@ def inputs(spec: Spec, problem: Problem, device: str, seed: int = 0) -> tuple[to
 
 
 def usual_modifiers(spec: Spec, problem: Problem, q: torch.Tensor) -> Modifiers:
-    """What is timed where a spec has features: values of the usual sizes, for q of this problem.
+    """`usual_options` as kernels take them."""
+    sizes = (problem.batch, problem.heads, problem.seq_q, problem.seq_kv)
+    options = usual_options(spec, problem, q)
+    options |= {name: getattr(spec, name) for name in EXPRESSIONS if name in spec.features}
+    tables = mod_tensors(spec, q.device, torch.Generator().manual_seed(1))
+    return modifiers_from(sizes, q, Options(**options, mod_tensors=tables))
+
+
+def usual_options(spec: Spec, problem: Problem, q: torch.Tensor) -> dict[str, Any]:
+    """What is timed where a spec has features, as `attention` takes it: values of the usual sizes, for this q.
 
     A window of 1,024 keys, four documents in a row, one bias and one mask for all heads.
     """
     generator = torch.Generator(q.device).manual_seed(1)
-    sizes = (problem.batch, problem.heads, problem.seq_q, problem.seq_kv)
-    scores = sizes[2:]
+    scores = problem.seq_q, problem.seq_kv
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=q.device, generator=generator)
@@ -128,16 +136,17 @@ def usual_modifiers(spec: Spec, problem: Problem, q: torch.Tensor) -> Modifiers:
         options |= {"segment_ids_q": documents(problem.seq_q), "segment_ids_kv": documents(problem.seq_kv)}
     if spec.sinks:
         options["sinks"] = draw(problem.heads)
-    options |= {name: getattr(spec, name) for name in ("score_mod", "mask_mod") if name in spec.features}
-    options["mod_tensors"] = mod_tensors(spec, q.device, torch.Generator().manual_seed(1))
-    return modifiers_from(sizes, q, Options(**options))
+    return options
 
 
-def flops(spec: Spec, problem: Problem) -> float:
+def flops(spec: Spec, problem: Problem, pairs: int | None = None) -> float:
     """Floating-point operations of the products, masked pairs not counted.
 
     Of a backward those of the five that the math needs; recomputing some more often is no merit.
+
+    Args:
+        pairs: how many pairs of row and key are seen, over batch and heads, where more than `causal` hides some.
     """
     d, dv = spec.head_dim, spec.head_dim_v
     width = d + dv if spec.op == "forward" else 3 * d + 2 * dv
-    return 2.0 * problem.visible_pairs(spec.causal) * width
+    return 2.0 * (problem.visible_pairs(spec.causal) if pairs is None else pairs) * width

@@ -19,6 +19,7 @@ from torch import Tensor
 from flashgen import check
 from flashgen.cases import Case
 from flashgen.check import Launch
+from flashgen.combinations import allowed, traits
 from flashgen.compile import write_source
 from flashgen.expressions.given import types_of
 from flashgen.families import FAMILIES, Variant
@@ -118,6 +119,18 @@ def spec_of(op: Op, q: Tensor, v: Tensor, modifiers: Modifiers, causal: Causal) 
         mask_mod=modifiers.mask_mod or "none",
         mod_tensors=" ".join(f"{name}[{rank}]" for name, rank in types_of(modifiers.mod_tensors)) or "none",
     )
+
+
+def walked(op: Op) -> list[tuple[str, str]]:
+    """Pairs of features to run for the op; heads as wide as can be take too long, and sequences need other tensors."""
+    every = traits()
+    return [
+        pair
+        for pair in allowed(op)
+        # A backward finds sinks in the log-sum-exp: it is that of the other feature.
+        if "varlen" not in pair and not (op == "backward" and "sinks" in pair)
+        and not any("head_dim" in every[name] for name in pair)
+    ]  # fmt: skip
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
