@@ -99,7 +99,7 @@ def inputs(spec: Spec, problem: Problem, device: str, seed: int = 0) -> tuple[to
 def usual_modifiers(spec: Spec, problem: Problem, q: torch.Tensor) -> Modifiers:
     """What is timed where a spec has features: values of the usual sizes, for q of this problem.
 
-    A window of 1,024 keys, four documents in a row, one bias and one mask for all heads.
+    A window of 1,024 keys, four documents in a row, one bias and one mask for all heads, a tenth dropped.
     """
     generator = torch.Generator(q.device).manual_seed(1)
     sizes = (problem.batch, problem.heads, problem.seq_q, problem.seq_kv)
@@ -125,6 +125,8 @@ def usual_modifiers(spec: Spec, problem: Problem, q: torch.Tensor) -> Modifiers:
         options["mask"] = draw(*scores) < 2.0
     if spec.segments:
         options |= {"segment_ids_q": documents(problem.seq_q), "segment_ids_kv": documents(problem.seq_kv)}
+    if spec.dropout:
+        options |= {"dropout_p": 0.1, "dropout_seed": torch.ones(2, dtype=torch.int64, device=q.device)}
     if spec.sinks:
         options["sinks"] = draw(problem.heads)
     return modifiers_from(sizes, q, Options(**options))

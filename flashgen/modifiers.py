@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashgen.dropout import Dropout, dropout_from
 from flashgen.errors import InputError
 
 # An open side of a window; with lengths below it every sum of two such numbers is an int32.
@@ -28,6 +29,7 @@ class Modifiers(NamedTuple):
         mask: bool [batch, heads, seq_q, seq_kv]; True is seen, as in SDPA.
         segment_ids_q: int32 [batch, seq_q]; a row sees the keys with its own id.
         segment_ids_kv: int32 [batch, seq_kv].
+        dropout: which probabilities are dropped, after the softmax.
         sinks: fp32 [heads], or fp64 for fp64 inputs: one more logit of every row, which has no value (GPT-OSS). The
             log-sum-exp includes it: that of a row that sees no key is the sink.
     """
@@ -39,13 +41,16 @@ class Modifiers(NamedTuple):
     mask: Tensor | None = None
     segment_ids_q: Tensor | None = None
     segment_ids_kv: Tensor | None = None
+    dropout: Dropout | None = None
     sinks: Tensor | None = None
 
     def arguments(self, causal: str) -> tuple[Tensor | float, ...]:
         """What kernels take of it: every field that there is, in order, the window as two numbers, bool as bytes."""
         found: list[Tensor | float] = []
         for value in self:
-            if isinstance(value, tuple):
+            if isinstance(value, Dropout):
+                found += value.arguments
+            elif isinstance(value, tuple):
                 left, right = value
                 found += [left, right if causal == "none" else 0]
             elif isinstance(value, Tensor) and value.dtype == torch.bool:
@@ -77,6 +82,8 @@ class Options(NamedTuple):
         window: (left, right), each a number of keys or None.
         mask: bool, broadcastable likewise.
         segment_ids_q, segment_ids_kv: integers [batch, seq_q] and [batch, seq_kv]; both or neither.
+        dropout_p: from 0 to 1.
+        dropout_seed: int64 [2]; flashgen.dropout.drawn makes it of what a caller gives.
         sinks: [heads].
     """
 
@@ -87,6 +94,8 @@ class Options(NamedTuple):
     mask: Tensor | None = None
     segment_ids_q: Tensor | None = None
     segment_ids_kv: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
     sinks: Tensor | None = None
 
 
@@ -123,6 +132,7 @@ def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Opti
         mask=_mask(options.mask, sizes, like),
         segment_ids_q=ids[0],
         segment_ids_kv=ids[1],
+        dropout=dropout_from(options.dropout_p, options.dropout_seed, like),
         sinks=None if sink is None else sink.to(wide).contiguous(),
     )
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashgen.dropout import kept
 from flashgen.modifiers import NOTHING, Modifiers
 
 
@@ -63,6 +64,19 @@ def modified(
     return scores, slope
 
 
+def stays_of(p: Tensor, seq_kv: int, modifiers: Modifiers, keys: slice = slice(None)) -> Tensor | None:
+    """What dropout multiplies P [batch, heads, seq_q, keys] with, 0 or 1 / (1 - p); None where there is no dropout."""
+    if modifiers.dropout is None:
+        return None
+    places = range(*keys.indices(seq_kv))
+    return kept(modifiers.dropout, p.shape[:2], p.shape[2], places).to(p.dtype) * modifiers.dropout.scale
+
+
+def dropped(values: Tensor, stays: Tensor | None) -> Tensor:
+    """P, or the gradient of what it became, where `stays` says so."""
+    return values if stays is None else values * stays
+
+
 def plain_attention(
     q: Tensor,
     k: Tensor,
@@ -88,6 +102,7 @@ def plain_attention(
     scores, _ = modified(scores, k.shape[2], modifiers)
     seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers)
     p, lse = _softmax(scores.masked_fill(~seen, -math.inf), modifiers.sinks)
+    p = dropped(p, stays_of(p, k.shape[2], modifiers))
     o = rounding(_grouped(p.to(v.dtype), k)) @ v[:, :, None]
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
@@ -129,6 +144,7 @@ def tiled_attention(
         p = torch.exp(scores - safe_max[..., None])
         rescale = torch.exp(row_max - safe_max)
         row_sum = row_sum * rescale + p.sum(-1)
+        p = dropped(p, stays_of(p, seq_kv, modifiers, keys))
         acc = acc * rescale[..., None] + (_grouped(p, k) @ v[:, :, None, keys].to(wide)).flatten(1, 2)
         row_max = new_max
     empty = row_sum == 0
@@ -195,12 +211,14 @@ def tiled_backward(
         scores, slope = modified((scaled @ keys.transpose(-1, -2)).flatten(1, 2), seq_kv, modifiers, block)
         hidden = ~visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, block)
         p = torch.exp(scores - lse[..., None]).masked_fill(hidden, 0.0)
-        ds = (p * ((do @ values.transpose(-1, -2)).flatten(1, 2) - delta)).masked_fill(hidden, 0.0)
+        stays = stays_of(p, seq_kv, modifiers, block)
+        dp = dropped((do @ values.transpose(-1, -2)).flatten(1, 2), stays)
+        ds = (p * (dp - delta)).masked_fill(hidden, 0.0)
         if dbias is not None:
             dbias[..., block] = ds
         # What is hidden may be infinite before the cap, whose slope there is 0, or NaN.
         ds = _grouped((ds * slope).masked_fill(hidden, 0.0), k)
-        dv[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", _grouped(p, k), do)
+        dv[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", _grouped(dropped(p, stays), k), do)
         dk[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", ds, queries) * scale
         dq += ds @ keys * scale
     dsinks = None

@@ -30,6 +30,7 @@ MODIFIERS = {
     "window": ("window_left", "window_right"),
     "mask": ("mask",),
     "segments": ("segment_ids_q", "segment_ids_kv"),
+    "dropout": ("dropout_threshold", "dropout_scale", "dropout_seed"),
     "sinks": ("sinks",),
     "varlen": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "total_q", "total_k"),
 }
@@ -57,6 +58,7 @@ class Spec:
         precision: how fp32 inputs multiply: `"ieee"` is true fp32, `"tf32"` the tensor cores' format.
             16-bit inputs have exact products either way and always say `"ieee"`.
         softcap, alibi, window, mask, segments, sinks: whether the scores are modified so (flashgen.modifiers).
+        dropout: whether probabilities are dropped (flashgen.dropout).
         bias: element type of what is added to them; `"none"` when nothing is.
         varlen: whether sequences of different lengths lie behind each other, as `attention_varlen` takes them.
     """
@@ -73,6 +75,7 @@ class Spec:
     window: bool = False
     mask: bool = False
     segments: bool = False
+    dropout: bool = False
     sinks: bool = False
     varlen: bool = False
 
