@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from flashgen.autograd import Attention, Direct, is_direct, is_watched, refuse_tangents
 from flashgen.dispatch import attend
+from flashgen.dropout import drawn
 from flashgen.modified import judged
 from flashgen.modified_autograd import Modified, flat, run
 from flashgen.modifiers import Options, check_gradients
@@ -48,6 +49,9 @@ def attention(
     sinks: Tensor | None = None,
     segment_ids_q: Tensor | None = None,
     segment_ids_kv: Tensor | None = None,
+    dropout_p: float = 0,
+    dropout_seed: Tensor | tuple[int, int] | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v, by the fastest kernel known for this GPU; for CPU tensors, up to fp64, in plain torch.
 
@@ -68,6 +72,9 @@ def attention(
         mask: bool, broadcastable likewise; True is seen.
         sinks: [heads]; one more logit of every row, which has no value; lse includes it.
         segment_ids_q: int [batch, seq_q], with segment_ids_kv [batch, seq_kv]; a row sees the keys with its own id.
+        dropout_p: this part of the probabilities is dropped, the rest divided by 1 - dropout_p; lse does not change.
+        dropout_seed: (seed, offset), or int64 [2] on q's device: equal ones drop the same, in any kernel.
+        generator: draws the seed where none is given; default the device's own, which torch.manual_seed sets.
 
     Returns:
         [batch, heads, seq_q, head_dim_v] in the inputs' dtype, or autocast's. A row that sees no key is 0 and its lse
@@ -79,11 +86,11 @@ def attention(
     """
     if (
         window is None and softcap is None and alibi_slopes is None and bias is None and mask is None
-        and sinks is None and segment_ids_q is None and segment_ids_kv is None
+        and sinks is None and segment_ids_q is None and segment_ids_kv is None and dropout_p == 0
     ):  # fmt: skip
         return _plain(q, k, v, causal, scale, layout, return_lse, family)
-    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks)
-    return _modified(q, k, v, causal, scale, layout, return_lse, family, options)
+    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, dropout_p, None, sinks)
+    return _modified(q, k, v, causal, scale, layout, return_lse, family, options, dropout_seed, generator)
 
 
 def _plain(
@@ -130,8 +137,10 @@ def _modified(
     return_lse: bool,
     family: str | None,
     options: Options,
+    dropout_seed: object,
+    generator: torch.Generator | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """With options, judged before anything is launched."""
+    """With options, judged before anything is launched; those of the seed as the caller gave them."""
     if not all(isinstance(each, Tensor) for each in (q, k, v)):
         from_tensors(q, k, v, causal=causal, layout=layout)  # says which
     if q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
@@ -139,6 +148,7 @@ def _modified(
         if isinstance(options.bias, Tensor) and options.bias.dtype != torch.float32:
             options = options._replace(bias=as_autocast(options.bias, q.device.type))
     check_gradients(options)
+    options = options._replace(dropout_seed=drawn(options.dropout_p, dropout_seed, generator, q.device))
     tensors = [each for each in (q, k, v, *options) if isinstance(each, Tensor)]
     if forward_ad._current_level >= 0:
         refuse_tangents(*tensors)

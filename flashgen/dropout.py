@@ -127,7 +127,7 @@ def kept(dropout: Dropout, heads: Sequence[int], seq_q: int, keys: range) -> Ten
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four words of 32 bits for each counter of four and key of two, all in int64, broadcast."""
+    """Philox4x32-10: four words of 32 bits from each counter of four and key of two, all in int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -136,4 +136,4 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ..
         c0, c1 = (b >> 32 & _LOW) ^ c1 ^ k0, b & _LOW
         c2, c3 = (a >> 32 & _LOW) ^ c3 ^ k1, a & _LOW
         k0, k1 = k0 + _WEYL[0] & _LOW, k1 + _WEYL[1] & _LOW
-    return tuple(torch.broadcast_tensors(c0, c1, c2, c3))
+    return c0, c1, c2, c3

@@ -196,11 +196,9 @@ def tiled_backward(
     seq_kv = k.shape[2]
     queries, do = _grouped(q, k).to(wide), _grouped(do, k).to(wide)
     delta = (do.flatten(1, 2) * o.to(wide)).sum(-1, keepdim=True)
-    if dlse is not None:
-        delta = delta - dlse[..., None]
+    delta = delta if dlse is None else delta - dlse[..., None]
     dq = torch.zeros_like(queries)
-    dk = torch.zeros(k.shape, dtype=wide, device=k.device)
-    dv = torch.zeros(v.shape, dtype=wide, device=v.device)
+    dk, dv = (torch.zeros(each.shape, dtype=wide, device=each.device) for each in (k, v))
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(-inf - -inf) would be NaN where a row sees nothing
     dbias = None if modifiers.bias is None else torch.zeros(modifiers.bias.shape, dtype=wide, device=q.device)
     # Scaled before the product, as in the forward: of large scores another rounding is another P.
