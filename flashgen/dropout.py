@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashgen.errors import InputError
+from flashgen.errors import InputError, UnsupportedError
 
 # Of Philox4x32: what rounds multiply with, and what the key grows by.
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -65,12 +65,7 @@ def dropout_from(p: object, seed: Tensor | None, like: Tensor) -> Dropout | None
     probability = _probability(p)
     if probability == 0:
         return None
-    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or tuple(seed.shape) != (2,):
-        what = f"{seed.dtype} {list(seed.shape)}" if isinstance(seed, Tensor) else repr(seed)
-        raise InputError(f"dropout_seed must be int64 [2], (seed, offset), but got {what}.")
-    if seed.device != like.device:
-        raise InputError(f"dropout_seed must be on q's device {like.device}, but got {seed.device}. Move it there.")
-    return Dropout(probability, seed.contiguous())
+    return Dropout(probability, _checked(seed, like.device).contiguous())
 
 
 def drawn(p: object, seed: object, generator: torch.Generator | None, device: torch.device) -> Tensor | None:
@@ -83,9 +78,14 @@ def drawn(p: object, seed: object, generator: torch.Generator | None, device: to
 
     Raises:
         InputError: an argument is not that, or seed and generator are both given.
+        UnsupportedError: torch.compile cannot trace it.
     """
     if _probability(p) == 0:
         return None
+    if generator is not None and torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "torch.compile knows no generator as an argument: draw from it outside, as dropout_seed."
+        )
     if seed is None:
         if generator is not None and generator.device.type != device.type:
             raise InputError(f"generator must be on {device}, as q, but got one on {generator.device}.")
@@ -93,13 +93,22 @@ def drawn(p: object, seed: object, generator: torch.Generator | None, device: to
     if generator is not None:
         raise InputError("dropout_seed and generator both say what to drop. Leave one of them out.")
     if isinstance(seed, Tensor):
-        return seed
+        return _checked(seed, device)
     if not isinstance(seed, (tuple, list)) or len(seed) != 2 or any(type(each) not in _INTS for each in seed):
         raise InputError(f"dropout_seed must be int64 [2] or a pair of integers (seed, offset), but got {seed!r}.")
     if not (-(2**63) <= seed[0] < 2**63 and 0 <= seed[1] <= _LOW):
         raise InputError(f"dropout_seed needs a seed of 64 bits and an offset from 0 to 2**32 - 1, but got {seed!r}.")
     # Filled on the device: a copy would wait for it.
     return torch.stack([torch.full((), each, dtype=torch.int64, device=device) for each in seed])
+
+
+def _checked(seed: object, device: torch.device) -> Tensor:
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or tuple(seed.shape) != (2,):
+        what = f"{seed.dtype} {list(seed.shape)}" if isinstance(seed, Tensor) else repr(seed)
+        raise InputError(f"dropout_seed must be int64 [2], (seed, offset), but got {what}.")
+    if seed.device != device:
+        raise InputError(f"dropout_seed must be on q's device {device}, but got {seed.device}. Move it there.")
+    return seed
 
 
 def _probability(p: object) -> float:

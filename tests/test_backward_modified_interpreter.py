@@ -48,12 +48,14 @@ SINGLE: dict[str, dict[str, Any]] = {
     "window": {"window": True},
     "mask": {"mask": True},
     "segments": {"segments": True},
+    "dropout": {"dropout": True},
 }
 SEVERAL: dict[str, dict[str, Any]] = {
     "window, softcap": {"window": True, "softcap": True},
     "bias, softcap": {"bias": "fp32", "softcap": True},
     "mask, alibi": {"mask": True, "alibi": True},
     "segments, window": {"segments": True, "window": True},
+    "dropout, bias": {"dropout": True, "bias": "fp32"},
     "mask, segments, bias": {"mask": True, "segments": True, "bias": "fp32"},
     "all": {name: value for each in SINGLE.values() for name, value in each.items()},
 }

@@ -33,6 +33,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     "window": {"window": True},
     "mask": {"mask": True},
     "segments": {"segments": True},
+    "dropout": {"dropout": True},
     "sinks": {"sinks": True},
 }
 SEVERAL: dict[str, dict[str, Any]] = {
@@ -41,6 +42,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
     "mask, alibi": {"mask": True, "alibi": True},
     "segments, window": {"segments": True, "window": True},
     "window, sinks": {"window": True, "sinks": True},
+    "dropout, mask, sinks": {"dropout": True, "mask": True, "sinks": True},
     "mask, segments, sinks": {"mask": True, "segments": True, "sinks": True},
     "all": {name: value for each in SINGLE.values() for name, value in each.items()},
 }
