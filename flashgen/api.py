@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from flashgen.autograd import Attention, Direct, is_direct, is_watched, refuse_tangents
 from flashgen.dispatch import attend
+from flashgen.dropout import drawn
 from flashgen.expressions.given import written
 from flashgen.modified import judged
 from flashgen.modified_autograd import Modified, flat, run
@@ -55,6 +56,9 @@ def attention(
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
     mod_tensors: Mapping[str, Tensor] | None = None,
+    dropout_p: float = 0,
+    dropout_seed: Tensor | tuple[int, int] | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v, by the fastest kernel known for this GPU; for CPU tensors, up to fp64, in plain torch.
 
@@ -83,6 +87,9 @@ def attention(
             arithmetic on the indices shows it.
         mod_tensors: by name the tensors of which both read elements, as in "score + table[head, kv_idx - q_idx + 99]";
             an index outside reads the nearest inside. Not differentiable.
+        dropout_p: this part of the probabilities is dropped, the rest divided by 1 - dropout_p; lse does not change.
+        dropout_seed: (seed, offset), or int64 [2] on q's device: equal ones drop the same, in any kernel.
+        generator: draws the seed where none is given; default the device's own, which torch.manual_seed sets.
 
     Returns:
         [batch, heads, seq_q, head_dim_v] in the inputs' dtype, or autocast's. A row that sees no key is 0 and its lse
@@ -94,13 +101,15 @@ def attention(
     """
     if (
         window is None and softcap is None and alibi_slopes is None and bias is None and mask is None
-        and sinks is None and segment_ids_q is None and segment_ids_kv is None
+        and sinks is None and segment_ids_q is None and segment_ids_kv is None and dropout_p == 0
         and score_mod is None and mask_mod is None and mod_tensors is None
     ):  # fmt: skip
         return _plain(q, k, v, causal, scale, layout, return_lse, family)
-    mods = written(score_mod, mask_mod, mod_tensors)
-    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks, *mods)
-    return _modified(q, k, v, causal, scale, layout, return_lse, family, options)
+    options = Options(
+        softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, dropout_p, None, sinks,
+        *written(score_mod, mask_mod, mod_tensors),
+    )  # fmt: skip
+    return _modified(q, k, v, causal, scale, layout, return_lse, family, options, dropout_seed, generator)
 
 
 def _plain(
@@ -147,8 +156,10 @@ def _modified(
     return_lse: bool,
     family: str | None,
     options: Options,
+    dropout_seed: object,
+    generator: torch.Generator | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """With options, judged before anything is launched."""
+    """With options, judged before anything is launched; those of the seed as the caller gave them."""
     if not all(isinstance(each, Tensor) for each in (q, k, v)):
         from_tensors(q, k, v, causal=causal, layout=layout)  # says which
     if q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
@@ -156,6 +167,7 @@ def _modified(
         if isinstance(options.bias, Tensor) and options.bias.dtype != torch.float32:
             options = options._replace(bias=as_autocast(options.bias, q.device.type))
     check_gradients(options)
+    options = options._replace(dropout_seed=drawn(options.dropout_p, dropout_seed, generator, q.device))
     tensors = [each for each in (q, k, v, *options, *options.mod_tensors) if isinstance(each, Tensor)]
     if forward_ad._current_level >= 0:
         refuse_tangents(*tensors)

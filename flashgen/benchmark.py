@@ -109,7 +109,7 @@ def usual_modifiers(spec: Spec, problem: Problem, q: torch.Tensor) -> Modifiers:
 def usual_options(spec: Spec, problem: Problem, q: torch.Tensor) -> dict[str, Any]:
     """What is timed where a spec has features, as `attention` takes it: values of the usual sizes, for this q.
 
-    A window of 1,024 keys, four documents in a row, one bias and one mask for all heads.
+    A window of 1,024 keys, four documents in a row, one bias and one mask for all heads, a tenth dropped.
     """
     generator = torch.Generator(q.device).manual_seed(1)
     scores = problem.seq_q, problem.seq_kv
@@ -134,6 +134,8 @@ def usual_options(spec: Spec, problem: Problem, q: torch.Tensor) -> dict[str, An
         options["mask"] = draw(*scores) < 2.0
     if spec.segments:
         options |= {"segment_ids_q": documents(problem.seq_q), "segment_ids_kv": documents(problem.seq_kv)}
+    if spec.dropout:
+        options |= {"dropout_p": 0.1, "dropout_seed": torch.ones(2, dtype=torch.int64, device=q.device)}
     if spec.sinks:
         options["sinks"] = draw(problem.heads)
     return options

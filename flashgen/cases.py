@@ -96,6 +96,8 @@ def modifiers(spec: Spec, case: Case, device: str, like: Tensor, seed: int = 2) 
         "window": {"window": (37, 11)},
         "mask": {"mask": mask.to(device)},
         "segments": {"segment_ids_q": ids(sizes.seq_q, 0), "segment_ids_kv": ids(sizes.seq_kv, 1)},
+        # All 64 bits of the seed count.
+        "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor([-0x123456789ABCDEF, 0x89ABCDEF]).to(device)},
         "sinks": {"sinks": torch.randn(sizes.heads, generator=generator).to(device) * 3},
         "score_mod": {"score_mod": spec.score_mod},
         "mask_mod": {"mask_mod": spec.mask_mod},

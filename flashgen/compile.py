@@ -179,7 +179,8 @@ FLOAT_POINTERS = ("LSE", "WORKSPACE", "DLSE")
 # Of a bias and its gradient the spec has the type.
 _MODIFIER_POINTERS = {
     "ALIBI_SLOPES": "*fp32", "BIAS": None, "DBIAS": None, "MASK": "*u8", "SEGMENT_IDS_Q": "*i32",
-    "SEGMENT_IDS_KV": "*i32", "SINKS": "*fp32", "CU_SEQLENS_Q": "*i32", "CU_SEQLENS_K": "*i32", "SEQUSED_K": "*i32",
+    "SEGMENT_IDS_KV": "*i32", "DROPOUT_SEED": "*i64", "SINKS": "*fp32", "CU_SEQLENS_Q": "*i32", "CU_SEQLENS_K": "*i32",
+    "SEQUSED_K": "*i32",
 }  # fmt: skip
 
 _MOD_TYPES = {"int32": "i32", "int64": "i64", "bool": "u8"}

@@ -136,6 +136,9 @@ def explain(
     score_mod: object = None,
     mask_mod: object = None,
     mod_tensors: Mapping[str, Tensor] | None = None,
+    dropout_p: float = 0,
+    dropout_seed: object = None,
+    generator: torch.Generator | None = None,
 ) -> Selection:
     """Which kernel `attention` would launch for these tensors, from which file and why, and what was refused.
 
@@ -149,8 +152,11 @@ def explain(
         raise InputError(
             f"explain is about kernels on a GPU, but the tensors are on {q.device}: plain torch runs there."
         )
-    mods = written(score_mod, mask_mod, mod_tensors)
-    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks, *mods)
+    seed = q.new_empty(2, dtype=torch.int64)  # whatever it is, and whatever was given
+    options = Options(
+        softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, dropout_p, seed, sinks,
+        *written(score_mod, mask_mod, mod_tensors),
+    )  # fmt: skip
     modifiers = modifiers_from((problem.batch, problem.heads, problem.seq_q, problem.seq_kv), q, options)
     spec = with_features(replace(spec, op=op), modifiers)
     return select_for(spec, problem, family, [with_contiguous_rows(each) for each in (q, k, v)])

@@ -193,6 +193,13 @@ def forget() -> None:
     _plans.clear()
 
 
+def _kind(value: object) -> object:
+    """What of a modifier kernels are compiled for, or bound to."""
+    if isinstance(value, Tensor):
+        return value.stride(), value.dtype, value.data_ptr() & 15
+    return value if isinstance(value, str) else value is None
+
+
 def planned(
     op: Op,
     tensors: Sequence[Tensor],
@@ -207,11 +214,7 @@ def planned(
     key = (
         op, causal, layout, family, varlen, q.dtype is torch.float32 and tf32_allowed(),
         *((each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15) for each in tensors),
-        *(
-            (each.stride(), each.dtype, each.data_ptr() & 15) if isinstance(each, Tensor) else each is None
-            for each in modifiers[:8]
-        ),
-        modifiers.score_mod, modifiers.mask_mod, types_of(modifiers.mod_tensors),
+        *(_kind(each) for each in modifiers), types_of(modifiers.mod_tensors),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is not None:

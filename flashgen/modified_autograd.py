@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.autograd import fake_forward, folded, is_direct, no_second_derivative, save_nothing
+from flashgen.autograd import fake_forward, folded, is_direct, looped, no_second_derivative, save_nothing
 from flashgen.errors import UnsupportedError
 from flashgen.expressions.given import MAX_TENSORS
 from flashgen.modified import attend, gradients
@@ -26,9 +26,11 @@ _RANKS = {"alibi_slopes": 2, "bias": 4, "mask": 4, "segment_ids_q": 2, "segment_
 _MODS = tuple(f"mod{index}" for index in range(MAX_TENSORS))
 _FLAT = (
     "softcap", "alibi_slopes", "bias", "window_left", "window_right", "mask", "segment_ids_q", "segment_ids_kv",
-    "score_mod", "mask_mod", *_MODS, "sinks",
+    "dropout_p", "dropout_seed", "score_mod", "mask_mod", *_MODS, "sinks",
 )  # fmt: skip
-_TENSORS = (*_RANKS, *_MODS, "sinks")
+_TENSORS = (*_RANKS, "dropout_seed", *_MODS, "sinks")
+# What of a call depends on the place in its own batch.
+_OWN = tuple(_FLAT.index(name) for name in ("dropout_seed", "score_mod", "mask_mod"))
 
 
 def flat(options: Options) -> tuple[Any, ...]:
@@ -63,6 +65,8 @@ def compute(
     mask: Tensor | None,
     segment_ids_q: Tensor | None,
     segment_ids_kv: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
     score_mod: str | None,
     mask_mod: str | None,
     mod0: Tensor | None,
@@ -76,8 +80,8 @@ def compute(
     Options as `flashgen.attention` takes them, expressions in canonical form.
     """
     options = _options(
-        softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, score_mod,
-        mask_mod, mod0, mod1, mod2, mod3, sinks,
+        softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, dropout_p,
+        dropout_seed, score_mod, mask_mod, mod0, mod1, mod2, mod3, sinks,
     )  # fmt: skip
     return attend(q, k, v, causal, scale, layout, return_lse, family, options)
 
@@ -105,6 +109,8 @@ def compute_gradients(
     mask: Tensor | None,
     segment_ids_q: Tensor | None,
     segment_ids_kv: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
     score_mod: str | None,
     mask_mod: str | None,
     mod0: Tensor | None,
@@ -115,8 +121,8 @@ def compute_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias) of what `forward_modified` computed, dbias empty when it is not wanted."""
     options = _options(
-        softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, score_mod,
-        mask_mod, mod0, mod1, mod2, mod3,
+        softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, dropout_p,
+        dropout_seed, score_mod, mask_mod, mod0, mod1, mod2, mod3,
     )  # fmt: skip
     return gradients(q, k, v, o, lse, do, dlse, causal, scale, layout, options, of_bias)
 
@@ -206,16 +212,15 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...], f
     results = [*folded(info.batch_size, in_dims[:mains], inputs[:mains]), *inputs[mains:]]
     for place, name in enumerate(_FLAT[: len(inputs) - first], first):
         given = inputs[place]
-        if name in ("score_mod", "mask_mod") and given is not None:
-            raise UnsupportedError(
-                f"flashgen has no vmap over {name}, to which batch would mean another. Loop over it."
-            )
         if name in _RANKS and given is not None:
             results[place] = _fold_option(given, in_dims[place], _RANKS[name], info.batch_size, batch)
     return results
 
 
-def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], Any]:
+def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], Any]:
+    # What depends on a call's own batch goes one after the other, with the seeds that vmap has drawn.
+    if any(inputs[_FORWARD_OPTIONS + place] is not None for place in _OWN):
+        return looped(info.batch_size, in_dims, inputs, torch.ops.flashgen.forward_modified)
     if in_dims[_FORWARD_OPTIONS + _FLAT.index("sinks")] is not None:
         raise UnsupportedError(
             "flashgen has no vmap over sinks, which all of a batch share. Loop over them, or make each mapped call's "
@@ -230,6 +235,8 @@ def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tu
 
 
 def _map_backward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], Any]:
+    if any(inputs[_BACKWARD_OPTIONS + place] is not None for place in _OWN):
+        return looped(info.batch_size, in_dims, inputs, torch.ops.flashgen.backward_modified)
     *main, dbias = torch.ops.flashgen.backward_modified(*_fold(info, in_dims, inputs, _BACKWARD_OPTIONS))
     results = [result.unflatten(0, (info.batch_size, -1)) for result in main]
     place = _BACKWARD_OPTIONS + _FLAT.index("bias")

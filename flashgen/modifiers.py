@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashgen.dropout import Dropout, dropout_from
 from flashgen.errors import InputError
 from flashgen.expressions.given import judge
 
@@ -33,6 +34,7 @@ class Modifiers(NamedTuple):
         mask: bool [batch, heads, seq_q, seq_kv]; True is seen, as in SDPA.
         segment_ids_q: int32 [batch, seq_q]; a row sees the keys with its own id.
         segment_ids_kv: int32 [batch, seq_kv].
+        dropout: which probabilities are dropped, after the softmax.
         sinks: fp32 [heads], or fp64 for fp64 inputs: one more logit of every row, which has no value (GPT-OSS). The
             log-sum-exp includes it: that of a row that sees no key is the sink.
         score_mod: canonical expression of the scaled scores (flashgen.expressions), before all of this.
@@ -47,6 +49,7 @@ class Modifiers(NamedTuple):
     mask: Tensor | None = None
     segment_ids_q: Tensor | None = None
     segment_ids_kv: Tensor | None = None
+    dropout: Dropout | None = None
     sinks: Tensor | None = None
     score_mod: str | None = None
     mask_mod: str | None = None
@@ -59,7 +62,9 @@ class Modifiers(NamedTuple):
         """
         found: list[Tensor | float] = []
         for value in self:
-            if value is self.window is not None:
+            if isinstance(value, Dropout):
+                found += value.arguments
+            elif value is self.window is not None:
                 left, right = self.window
                 found += [left, right if causal == "none" else 0]
             elif isinstance(value, (Tensor, float)):
@@ -91,6 +96,8 @@ class Options(NamedTuple):
         window: (left, right), each a number of keys or None.
         mask: bool, broadcastable likewise.
         segment_ids_q, segment_ids_kv: integers [batch, seq_q] and [batch, seq_kv]; both or neither.
+        dropout_p: from 0 to 1.
+        dropout_seed: int64 [2]; flashgen.dropout.drawn makes it of what a caller gives.
         sinks: [heads].
         score_mod, mask_mod, mod_tensors: as flashgen.expressions.given.written returns them.
     """
@@ -102,6 +109,8 @@ class Options(NamedTuple):
     mask: Tensor | None = None
     segment_ids_q: Tensor | None = None
     segment_ids_kv: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
     sinks: Tensor | None = None
     score_mod: str | None = None
     mask_mod: str | None = None
@@ -141,6 +150,7 @@ def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Opti
         mask=_mask(options.mask, sizes, like),
         segment_ids_q=ids[0],
         segment_ids_kv=ids[1],
+        dropout=dropout_from(options.dropout_p, options.dropout_seed, like),
         sinks=None if sink is None else sink.to(wide).contiguous(),
         score_mod=options.score_mod,
         mask_mod=options.mask_mod,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashgen.dropout import kept
 from flashgen.expressions.evaluate import evaluate
 from flashgen.expressions.given import derivative_of, mask_of, score_of, types_of
 from flashgen.modifiers import NOTHING, Modifiers
@@ -97,6 +98,19 @@ def modified(
     return scores, slope
 
 
+def stays_of(p: Tensor, seq_kv: int, modifiers: Modifiers, keys: slice = slice(None)) -> Tensor | None:
+    """What dropout multiplies P [batch, heads, seq_q, keys] with, 0 or 1 / (1 - p); None where there is no dropout."""
+    if modifiers.dropout is None:
+        return None
+    places = range(*keys.indices(seq_kv))
+    return kept(modifiers.dropout, p.shape[:2], p.shape[2], places).to(p.dtype) * modifiers.dropout.scale
+
+
+def dropped(values: Tensor, stays: Tensor | None) -> Tensor:
+    """P, or the gradient of what it became, where `stays` says so."""
+    return values if stays is None else values * stays
+
+
 def plain_attention(
     q: Tensor,
     k: Tensor,
@@ -122,6 +136,7 @@ def plain_attention(
     scores, _ = modified(scores, k.shape[2], modifiers)
     seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers, heads=(q.shape[0], q.shape[1]))
     p, lse = _softmax(scores.masked_fill(~seen, -math.inf), modifiers.sinks)
+    p = dropped(p, stays_of(p, k.shape[2], modifiers))
     o = rounding(_grouped(p.to(v.dtype), k)) @ v[:, :, None]
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
@@ -163,6 +178,7 @@ def tiled_attention(
         p = torch.exp(scores - safe_max[..., None])
         rescale = torch.exp(row_max - safe_max)
         row_sum = row_sum * rescale + p.sum(-1)
+        p = dropped(p, stays_of(p, seq_kv, modifiers, keys))
         acc = acc * rescale[..., None] + (_grouped(p, k) @ v[:, :, None, keys].to(wide)).flatten(1, 2)
         row_max = new_max
     empty = row_sum == 0
@@ -214,11 +230,9 @@ def tiled_backward(
     seq_kv = k.shape[2]
     queries, do = _grouped(q, k).to(wide), _grouped(do, k).to(wide)
     delta = (do.flatten(1, 2) * o.to(wide)).sum(-1, keepdim=True)
-    if dlse is not None:
-        delta = delta - dlse[..., None]
+    delta = delta if dlse is None else delta - dlse[..., None]
     dq = torch.zeros_like(queries)
-    dk = torch.zeros(k.shape, dtype=wide, device=k.device)
-    dv = torch.zeros(v.shape, dtype=wide, device=v.device)
+    dk, dv = (torch.zeros(each.shape, dtype=wide, device=each.device) for each in (k, v))
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(-inf - -inf) would be NaN where a row sees nothing
     dbias = None if modifiers.bias is None else torch.zeros(modifiers.bias.shape, dtype=wide, device=q.device)
     # Scaled before the product, as in the forward: of large scores another rounding is another P.
@@ -230,12 +244,14 @@ def tiled_backward(
         scores, slope = modified(scores, seq_kv, modifiers, block, derived=True)
         hidden = ~visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, block, (q.shape[0], q.shape[1]))
         p = torch.exp(scores - lse[..., None]).masked_fill(hidden, 0.0)
-        ds = (p * ((do @ values.transpose(-1, -2)).flatten(1, 2) - delta)).masked_fill(hidden, 0.0)
+        stays = stays_of(p, seq_kv, modifiers, block)
+        dp = dropped((do @ values.transpose(-1, -2)).flatten(1, 2), stays)
+        ds = (p * (dp - delta)).masked_fill(hidden, 0.0)
         if dbias is not None:
             dbias[..., block] = ds
         # What is hidden may be infinite before the cap, whose slope there is 0, or NaN.
         ds = _grouped((ds * slope).masked_fill(hidden, 0.0), k)
-        dv[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", _grouped(p, k), do)
+        dv[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", _grouped(dropped(p, stays), k), do)
         dk[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", ds, queries) * scale
         dq += ds @ keys * scale
     dsinks = None

@@ -31,6 +31,7 @@ MODIFIERS = {
     "window": ("window_left", "window_right"),
     "mask": ("mask",),
     "segments": ("segment_ids_q", "segment_ids_kv"),
+    "dropout": ("dropout_threshold", "dropout_scale", "dropout_seed"),
     "sinks": ("sinks",),
     "score_mod": (),
     "mask_mod": (),
@@ -63,6 +64,7 @@ class Spec:
         precision: how fp32 inputs multiply: `"ieee"` is true fp32, `"tf32"` the tensor cores' format.
             16-bit inputs have exact products either way and always say `"ieee"`.
         softcap, alibi, window, mask, segments, sinks: whether the scores are modified so (flashgen.modifiers).
+        dropout: whether probabilities are dropped (flashgen.dropout).
         bias: element type of what is added to them; `"none"` when nothing is.
         score_mod, mask_mod: canonical expressions (flashgen.expressions), or `"#"` and the digest of one; `"none"`
             without.
@@ -82,6 +84,7 @@ class Spec:
     window: bool = False
     mask: bool = False
     segments: bool = False
+    dropout: bool = False
     sinks: bool = False
     score_mod: str = "none"
     mask_mod: str = "none"

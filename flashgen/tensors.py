@@ -147,6 +147,7 @@ def with_features(spec: Spec, modifiers: Modifiers) -> Spec:
         window=modifiers.window is not None,
         mask=modifiers.mask is not None,
         segments=modifiers.segment_ids_q is not None,
+        dropout=modifiers.dropout is not None,
         sinks=modifiers.sinks is not None and spec.op == "forward",
         score_mod=modifiers.score_mod or "none",
         mask_mod=modifiers.mask_mod or "none",

@@ -114,6 +114,7 @@ def spec_of(op: Op, q: Tensor, v: Tensor, modifiers: Modifiers, causal: Causal) 
         window=modifiers.window is not None,
         mask=modifiers.mask is not None,
         segments=modifiers.segment_ids_q is not None,
+        dropout=modifiers.dropout is not None,
         sinks=modifiers.sinks is not None,
         score_mod=modifiers.score_mod or "none",
         mask_mod=modifiers.mask_mod or "none",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashgen
 from flashgen.cases import mod_tensors
-from flashgen.errors import InputError, UnsupportedError
+from flashgen.errors import InputError
 from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import Gpu
 from flashgen.records import Entry
@@ -129,10 +129,17 @@ def test_what_has_no_gradient_is_refused() -> None:
         )
 
 
-def test_vmap_is_refused() -> None:
-    q, k, v = (torch.stack([each, each]) for each in tensors())
-    with pytest.raises(UnsupportedError, match="no vmap over mask_mod"):
-        torch.vmap(lambda q, k, v: flashgen.attention(q, k, v, mask_mod="kv_idx <= q_idx"))(q, k, v)
+def test_a_mapped_calls_batch_is_its_own() -> None:
+    q, k, v = (torch.stack([each, each + 1]) for each in tensors())
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = flashgen.attention(q, k, v, score_mod="score * (1.0 + batch)", mask_mod="kv_idx <= q_idx + batch")
+        assert isinstance(o, Tensor)
+        return o
+
+    torch.testing.assert_close(
+        torch.vmap(call)(q, k, v), torch.stack([call(*each) for each in zip(q, k, v, strict=True)])
+    )
 
 
 def test_a_spec_tells_files_a_digest_and_no_more() -> None:

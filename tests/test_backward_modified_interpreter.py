@@ -49,6 +49,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     "window": {"window": True},
     "mask": {"mask": True},
     "segments": {"segments": True},
+    "dropout": {"dropout": True},
 }
 SEVERAL: dict[str, dict[str, Any]] = {
     "mask, segments, bias": {"mask": True, "segments": True, "bias": "fp32"},

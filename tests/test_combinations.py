@@ -20,6 +20,7 @@ from torch import Tensor
 import flashgen
 from flashgen import combinations
 from flashgen.combinations import OPS, allowed, pairs, refusal, table, together, traits
+from flashgen.dropout import Dropout, kept
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.select import select
 from flashgen.spec import FEATURES, Problem
@@ -115,8 +116,14 @@ def _row(
     total = math.fsum(map(math.exp, logits.values()))
     if "sinks" in given:
         total += math.exp(float(given["sinks"][h]))
+    weights = {j: math.exp(logit) for j, logit in logits.items()}
+    if "dropout_p" in given:
+        # Which stay is what tests of dropout are about.
+        dropout = Dropout(given["dropout_p"], torch.as_tensor(given["dropout_seed"]), b)
+        stays = kept(dropout, (1, q.shape[0]), seq_q, range(seq_kv))[0, h, i]
+        weights = {j: weight * bool(stays[j]) / (1 - dropout.p) for j, weight in weights.items()}
     columns = v[key_head].T.tolist()
-    return [math.fsum(math.exp(logits[j]) * column[j] for j in logits) / (total or 1.0) for column in columns]
+    return [math.fsum(weights[j] * column[j] for j in weights) / (total or 1.0) for column in columns]
 
 
 def _rows(batches: Iterator[tuple[int, Tensor, Tensor, Tensor]], causal: str, given: dict[str, Any]) -> Tensor:

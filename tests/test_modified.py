@@ -14,6 +14,7 @@ from torch import Tensor
 import flashgen
 from flashgen import launch, modified, plans
 from flashgen.cases import strided_like
+from flashgen.dropout import Dropout
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.hardware import Gpu
 from flashgen.launch import arguments_of, laid_out
@@ -219,6 +220,9 @@ class _Bound:
             if name in self.layouts:
                 assert given[name].stride() == self.layouts[name].stride(), name
         fields = {name: given[name] for name in Modifiers._fields if name in self.spec.modifiers}
+        if self.spec.dropout:
+            fields["dropout"] = Dropout(given["dropout_threshold"] / 2**32, given["dropout_seed"])
+            assert given["dropout_scale"] == pytest.approx(fields["dropout"].scale)
         if self.spec.mask:
             assert fields["mask"].dtype == torch.uint8
             fields["mask"] = fields["mask"].view(torch.bool)

@@ -34,9 +34,11 @@ SINGLE: dict[str, dict[str, Any]] = {
     "window": {"window": True},
     "mask": {"mask": True},
     "segments": {"segments": True},
+    "dropout": {"dropout": True},
     "sinks": {"sinks": True},
 }
 SEVERAL: dict[str, dict[str, Any]] = {
+    "dropout, mask, sinks": {"dropout": True, "mask": True, "sinks": True},
     "mask, segments, sinks": {"mask": True, "segments": True, "sinks": True},
     "all": {name: value for each in SINGLE.values() for name, value in each.items()},
 }

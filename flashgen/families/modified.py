@@ -20,6 +20,7 @@ _POINTERS = {
     "window": ("window_left: tl.int32", "window_right: tl.int32"),
     "mask": ("MASK",),
     "segments": ("SEGMENT_IDS_Q", "SEGMENT_IDS_KV"),
+    "dropout": ("dropout_threshold: tl.int64", "dropout_scale: tl.float32", "DROPOUT_SEED"),
     "sinks": ("SINKS",),
     "varlen": ("CU_SEQLENS_Q", "CU_SEQLENS_K", "SEQUSED_K", "total_q: tl.int32", "total_k: tl.int32"),
 }
@@ -48,6 +49,10 @@ _DESCRIBED = {
     "window": ("window_left, window_right: keys seen before and after a row's own; right 0 where causal.",),
     "mask": ("mask: bytes [batch, heads, seq_q, seq_kv], any strides; other than 0 is seen.",),
     "segments": ("segment_ids_q [batch, seq_q], segment_ids_kv [batch, seq_kv]: int32 contiguous.",),
+    "dropout": (
+        "dropout_threshold: of words of 32 bits, those from this on stay, multiplied with dropout_scale.",
+        "dropout_seed: int64 [2], (seed, offset).",
+    ),
     "sinks": ("sinks: fp32 [heads], one more logit of every row.",),
     "score_mod": ("mod0, …: what the expressions read, contiguous, and the sizes of each.",),
     "varlen": (
