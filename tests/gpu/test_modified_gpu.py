@@ -56,7 +56,7 @@ def test_conformance(family: str, features: tuple[str, ...], causal: Causal) -> 
     _assert_right(family, _spec(features, causal, dtype, FAMILIES[family].op, head_dim))
 
 
-@pytest.mark.parametrize(("place", "features"), enumerate(PAIRS))
+@pytest.mark.parametrize(("place", "features"), list(enumerate(PAIRS)))
 @pytest.mark.parametrize("family", ["triton_fwd", "triton_bwd"])
 def test_conformance_of_every_pair(family: str, place: int, features: tuple[str, ...]) -> None:
     dtype, head_dim = KINDS[place // 3 % 3]
