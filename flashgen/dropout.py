@@ -87,8 +87,8 @@ def drawn(p: object, seed: object, generator: torch.Generator | None, device: to
             "torch.compile knows no generator as an argument: draw from it outside, as dropout_seed."
         )
     if seed is None:
-        if generator is not None and generator.device.type != device.type:
-            raise InputError(f"generator must be on {device}, as q, but got one on {generator.device}.")
+        if generator is not None and getattr(generator, "device", None) != device:
+            raise InputError(f"generator must be a torch.Generator on {device}, as q is, but got {generator!r}.")
         return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device, generator=generator)
     if generator is not None:
         raise InputError("dropout_seed and generator both say what to drop. Leave one of them out.")

@@ -173,6 +173,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"dropout_p": 0.1, "dropout_seed": torch.ones(2)}, "dropout_seed must be int64"),
     ({"dropout_p": 0.1, "dropout_seed": torch.ones(3).long()}, "dropout_seed must be int64"),
     ({"dropout_p": 0.1, "dropout_seed": torch.ones(2).long().to("meta")}, "on q's device cpu"),
+    ({"dropout_p": 0.1, "generator": 5}, "generator must be a torch.Generator on cpu"),
     ({"dropout_p": 0.1, "dropout_seed": (1, 2), "generator": torch.Generator()}, "Leave one of them out"),
 ]
 

@@ -30,7 +30,8 @@ def test_every_modification(mod: Mod, work: Any) -> None:
     assert flashgen_row.flops == flex.flops > 0
 
 
-@pytest.mark.parametrize("feature", TUNABLE)
+# Random numbers are one's own.
+@pytest.mark.parametrize("feature", [name for name in TUNABLE if name != "dropout"])
 def test_every_feature(feature: str) -> None:
     """Others may lack it, but nobody computes something else."""
     flags: dict[str, Any] = {feature: "bf16" if feature == "bias" else True}

@@ -1,4 +1,4 @@
-"""Window, soft cap, ALiBi, bias, mask, segments, sinks and sequences behind each other, on this machine's GPU."""
+"""Window, soft cap, ALiBi, bias, mask, segments, dropout, sinks and sequences behind each other, on a GPU."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ def _options(names: Sequence[str], seq_q: int, seq_kv: int) -> dict[str, Any]:
         "window": {"window": (50, 3)},
         "mask": {"mask": _random(1, 6, seq_q, seq_kv, seed=8) < 1},
         "segments": {"segment_ids_q": ids[:seq_q].expand(2, -1), "segment_ids_kv": ids[:seq_kv].expand(2, -1)},
+        "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor([-(2**40) - 7, 11], device="cuda")},
         "sinks": {"sinks": torch.randn(6, device="cuda")},
     }
     return {key: value for name in names for key, value in given[name].items()}
@@ -195,7 +196,8 @@ def test_sequences_behind_each_other(features: tuple[str, ...], causal: bool) ->
     grads = torch.autograd.grad(o, leaves, do)
     q_starts, k_starts = (_sequences(each).tolist() for each in (q_lengths, k_lengths))
     assert lse.shape == (6, sum(q_lengths))
-    for (first, last), (start, stop) in zip(itertools.pairwise(q_starts), itertools.pairwise(k_starts), strict=True):
+    pairs = zip(itertools.pairwise(q_starts), itertools.pairwise(k_starts), strict=True)
+    for index, ((first, last), (start, stop)) in enumerate(pairs):
         one = [each[a:b].transpose(0, 1)[None] for each, a, b in ((q, first, last), (k, start, stop), (v, start, stop))]
         back = do[first:last].transpose(0, 1)[None]
         if last == first or stop == start:
@@ -208,6 +210,8 @@ def test_sequences_behind_each_other(features: tuple[str, ...], causal: bool) ->
         modifiers = modifiers_from((1, 6, last - first, stop - start), one[0].float(), Options(**single))
         if "sinks" in options:
             modifiers = modifiers._replace(sinks=options["sinks"].double())
+        if modifiers.dropout is not None:
+            modifiers = modifiers._replace(dropout=modifiers.dropout._replace(first=index))
         results = []
         for dtype in (torch.float64, torch.bfloat16):
             wide = [each.detach().to(dtype).requires_grad_() for each in one]
