@@ -14,6 +14,8 @@ from flashgen.expressions.given import judge
 
 # An open side of a window; with lengths below it every sum of two such numbers is an int32.
 UNLIMITED = 2**29
+# Whole numbers up to here are exact in fp32.
+EXACT = 2**24
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -129,6 +131,9 @@ def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Opti
         InputError: an option is not what Options says, or does not fit the call.
     """
     batch, heads, seq_q, seq_kv = sizes
+    for name in ("alibi_slopes", "score_mod"):
+        if getattr(options, name) is not None and max(seq_q, seq_kv) >= EXACT:
+            raise InputError(f"{name} needs lengths below {EXACT}, but got {seq_q} and {seq_kv}.")
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
     slopes = _floats("alibi_slopes", options.alibi_slopes, like)
     if slopes is not None:

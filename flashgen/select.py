@@ -128,9 +128,10 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
     how = "exactly this bucket" if found.found.how == "exact" else "the nearest tuned bucket"
     stale = (found.found.stale,) if found.found.stale else ()
     why = f"{how} ({tuned_for}), {entry.time.median_us:.1f} us {entry.method}"
-    if spec.features and not entry.spec.features:
+    if entry.spec.tuned_as != spec.tuned_as:
         # Its time is that of another kernel.
-        why = f"{how} ({tuned_for}), tuned for {entry.spec.label}, without its {' and '.join(spec.features)}"
+        other = "with other expressions" if entry.spec.features else f"without its {' and '.join(spec.features)}"
+        why = f"{how} ({tuned_for}), tuned for {entry.spec.label}, {other}"
     return Selection(
         variant=Variant(family_named(entry.family), spec, entry.config),
         gpu=gpu,

@@ -173,6 +173,12 @@ class Spec:
         return replace(self, op="backward", sinks=False)
 
     @property
+    def kind(self) -> Spec:
+        """The same with any expressions in the place of its own: such kernels do alike."""
+        own: dict[str, Any] = {name: "#" for name in EXPRESSIONS if getattr(self, name) != "none"}
+        return replace(self.tuned_as, mod_tensors="none", **own) if own else self.tuned_as
+
+    @property
     def plain(self) -> Spec:
         """The same without FEATURES."""
         return replace(self, **_PLAIN) if self.features else self

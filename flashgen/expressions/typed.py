@@ -93,4 +93,24 @@ def _to(wanted: Kind, node: Node, has: Kind) -> Node:
         return node
     if isinstance(node, Constant):
         return Constant(float(node.value) if wanted == "float" else int(node.value))
+    if (
+        wanted == "float"
+        and isinstance(node, Call)
+        and node.operation in _SPREADS
+        and _places(node) == {"q_idx", "kv_idx"}
+    ):
+        # Rows and keys become floats by themselves: a conversion for every pair takes as long as an exponential.
+        return call(node.operation, *(_to("float", each, "int") for each in node.operands))
     return call(f"to_{wanted}", node)
+
+
+# Of whole numbers below 2**24 these are the same of floats.
+_SPREADS = ("add", "subtract", "negative", "abs", "minimum", "maximum")
+
+
+def _places(node: Node) -> set[str]:
+    """Which of both indices it depends on."""
+    if isinstance(node, Name):
+        return {node.name} & {"q_idx", "kv_idx"}
+    below = node.operands if isinstance(node, Call) else node.indices if isinstance(node, Read) else ()
+    return {name for each in below for name in _places(each)}
