@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast, get_args
@@ -48,6 +49,7 @@ def next_power_of_2(n: int) -> int:
 MAX_TILE_WIDTH = 256
 
 
+@functools.cache
 def parts_of(width: int) -> tuple[tuple[int, int], ...]:
     """The tiles that hold the columns of one head: (first column, width), widths powers of two of at least 16.
 

@@ -70,12 +70,13 @@ def _shared_memory(tile: Tile, spec: Spec, gpu: Gpu) -> tuple[int, int]:
     # P and dS change layout between products, what is not pipelined as well; log-sum-exp and delta stream along.
     scores = 2 * tile.block * tile.step * spec.element_bytes + 8 * stages * tile.step
     scores += step // 2 if stages == 1 else 0
+    closely = spec.wide and gpu.backend == "cuda"
     if reads_more(spec):
         # Tiles of the bias pass through shared memory too, and nothing is pipelined where blocks are skipped.
         bias = tile.block * tile.step * ELEMENT_BYTES.get(spec.bias, 0)
-        low = (block + step if spec.wide else 0) if plain_products(spec, gpu) else block
+        low = (block + step if closely else 0) if plain_products(spec, gpu) else block
         return low, block + stages * (step + bias) + scores + 1024
-    if spec.wide and gpu.backend == "cuda" and plain_products(spec, gpu):
+    if closely and plain_products(spec, gpu):
         low = block + max(tile.num_stages - 1, 1) * step
         return low, low + scores
     if gpu.backend == "hip" or plain_products(spec, gpu):

@@ -41,14 +41,16 @@ def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
     q = block_q * spec.block_d * element
     kv = block_kv * (spec.block_d + spec.block_dv) * element
     p = block_q * block_kv * element
+    # Plain products of wide heads are counted too; of narrow ones only compiling tells.
+    closely = spec.wide and gpu.backend == "cuda"
     if reads_more(spec):
         # Tiles of the bias pass through shared memory too, and nothing is pipelined where blocks are skipped.
         bias = block_q * block_kv * ELEMENT_BYTES.get(spec.bias, 0)
-        low = (q if spec.wide else 0) if plain_products(spec, gpu) else q
+        low = (q if closely else 0) if plain_products(spec, gpu) else q
         return low, q + stages * (kv + bias) + p + 1024
     if gpu.backend == "hip" or plain_products(spec, gpu):
         other = block_q * (block_kv + 1) * 4
-        if spec.wide and gpu.backend == "cuda":
+        if closely:
             # Where nothing is pipelined, V takes the place of K.
             turns = block_kv * max(spec.block_d, spec.block_dv) * element
             low = q + ((stages - 1) * kv if stages > 1 else turns)
