@@ -161,9 +161,10 @@ def _tiles(spec: Spec, gpu: Gpu) -> tuple[tuple[int, int, int, int], ...]:
             return _WIDE_PLAIN_TILES
         width = spec.block_d + spec.block_dv
         return _SMALL_TILES[0 if width <= 128 else 1 if width <= 384 else 3 :]
+    dense = spec.bias != "none" or spec.mask
     if spec.wide:
-        return (*_WIDE_TILES[0 if has_warpgroups(gpu) else 1 :], *_SMALL_TILES)
-    if spec.bias != "none" or spec.mask:
+        return (*_WIDE_TILES[0 if has_warpgroups(gpu) and not dense else 1 :], *_SMALL_TILES)
+    if dense:
         # Their addresses, 64 bits an element, take as many registers as scores do: larger tiles spill in the loop.
         return (_TILES[-1], *_SMALL_TILES)
     narrow = _NARROW_TILES if max(spec.block_d, spec.block_dv) <= 64 else ()
