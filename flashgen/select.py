@@ -148,10 +148,13 @@ def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], not
     op = "" if spec.op == "forward" else f" --op {spec.op}"
     features = [name for name in spec.features if name not in ("varlen", *EXPRESSIONS)]
     also = f" --with {','.join(features)}" if features else ""
-    also += "".join(
-        f" --{name.replace('_', '-')} '{getattr(spec, name)}'" for name in EXPRESSIONS if name in spec.features
+    # Expressions that read tensors cannot be written on a command line.
+    mods = [name for name in EXPRESSIONS if name in spec.features and not spec.tensors]
+    also += "".join(f" --{name.replace('_', '-')} '{getattr(spec, name)}'" for name in mods)
+    width = (
+        f"{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"{spec.head_dim} --head-dim-v {spec.head_dim_v}"
     )
-    hint = f"run `flashgen tune --gpu auto --head-dim {spec.head_dim}{op}{also}` there"
+    hint = f"run `flashgen tune --gpu auto --head-dim {width}{op}{also}` there"
     for candidate in sorted(candidates, key=lambda each: each.least_pairs > bucket.seq_q * bucket.seq_kv):
         config = candidate.default(spec, gpu)
         rejection = candidate.refuses(spec, config, gpu)

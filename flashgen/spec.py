@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from dataclasses import asdict, dataclass, replace
@@ -42,7 +43,7 @@ EXPRESSIONS = ("score_mod", "mask_mod")
 # Files leave out what a spec does not have.
 OPTIONAL = (*FEATURES, "mod_tensors")
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 MAX_SIZE = 2**31 - 512  # the kernels' sizes are int32, and they round up to a block
 
 
@@ -51,14 +52,30 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+# Up to as many columns a head is one tile.
+MAX_TILE_WIDTH = 256
+
+
+@functools.cache
+def parts_of(width: int) -> tuple[tuple[int, int], ...]:
+    """The tiles that hold the columns of one head: (first column, width), widths powers of two of at least 16.
+
+    16 is tl.dot's minimum. Wide heads take two where that saves columns: 576 is 512 and 64, not 1024.
+    """
+    whole = max(16, next_power_of_2(width))
+    first = whole // 2
+    rest = max(16, next_power_of_2(max(1, width - first)))
+    return ((0, first), (first, rest)) if width > MAX_TILE_WIDTH and rest < first else ((0, whole),)
+
+
 @dataclass(frozen=True)
 class Spec:
     """What a kernel computes. Every field changes the answer, so every field is part of a variant's identity.
 
     Attributes:
         op: `"forward"`: O = softmax(Q K^T * scale) V and LSE; `"backward"`: dQ, dK and dV of it.
-        head_dim: true, unpadded width of q and k, 1 to 256.
-        head_dim_v: true width of v and of the output, 1 to 256.
+        head_dim: true, unpadded width of q and k, 1 to 576.
+        head_dim_v: true width of v and of the output, 1 to 576.
         dtype: element type of q, k, v and the output.
         causal: `"bottom_right"` shows row i the keys j <= i + (seq_kv - seq_q); `"top_left"` j <= i.
         precision: how fp32 inputs multiply: `"ieee"` is true fp32, `"tf32"` the tensor cores' format.
@@ -120,13 +137,28 @@ class Spec:
 
     @property
     def block_d(self) -> int:
-        """Width of the q and k tiles: head_dim padded to a power of two of at least 16 (tl.dot's minimum)."""
-        return max(16, next_power_of_2(self.head_dim))
+        """Width of the q and k tiles: head_dim padded as `parts_of` says."""
+        return sum(width for _, width in self.parts)
 
     @property
     def block_dv(self) -> int:
         """Width of the v and o tiles."""
-        return max(16, next_power_of_2(self.head_dim_v))
+        return sum(width for _, width in self.parts_v)
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The tiles of q and k: (first column, width)."""
+        return parts_of(self.head_dim)
+
+    @property
+    def parts_v(self) -> tuple[tuple[int, int], ...]:
+        """The tiles of v and o."""
+        return parts_of(self.head_dim_v)
+
+    @property
+    def wide(self) -> bool:
+        """Whether a head may be more than one tile, so that kernels hold tuples of them."""
+        return max(self.head_dim, self.head_dim_v) > MAX_TILE_WIDTH
 
     @property
     def element_bytes(self) -> int:

@@ -50,9 +50,9 @@ def _refused(*arguments: str | Path) -> str:
         (("--gpu", "a101"), "no GPU is known as 'a101'. Did you mean 'a10'?"),
         (("--gpu", "x"), "no GPU is known as 'x'. Known: a10, a100, a100-40gb, a30, b200,"),
         (("--gpu", "auto"), "torch sees no GPU in this machine. Name a target to estimate for it, e.g. --gpu a100"),
-        (("--head-dim", "0"), "'--head-dim': 0 is not in the range 1<=x<=256"),
-        (("--head-dim", "257"), "'--head-dim': 257 is not in the range 1<=x<=256"),
-        (("--head-dim-v", "257"), "'--head-dim-v': 257 is not in the range 1<=x<=256"),
+        (("--head-dim", "0"), "'--head-dim': 0 is not in the range 1<=x<=576"),
+        (("--head-dim", "577"), "'--head-dim': 577 is not in the range 1<=x<=576"),
+        (("--head-dim-v", "577"), "'--head-dim-v': 577 is not in the range 1<=x<=576"),
         (("--heads", "32/5"), "heads must be a positive multiple of kv_heads, but got 32/5"),
         (("--heads", "0/0"), "heads must be a positive multiple of kv_heads, but got 0/0"),
         (("--with", "windo"), "'windo' is not known. Did you mean 'window'?"),
@@ -358,7 +358,7 @@ def test_bench_judges_everything_before_the_first_measurement(monkeypatch: pytes
     measured: list[str] = []
     monkeypatch.setattr(bench, "current_gpu", lambda: H200)
     monkeypatch.setattr(bench, "compare", lambda spec, *_: measured.append(spec.slug))
-    assert "1 <= head_dim <= 256 must hold" in _refused("bench", "--head-dim", "64,300")
+    assert "1 <= head_dim <= 576 must hold" in _refused("bench", "--head-dim", "64,600")
     assert "--seq must be at most" in _refused("bench", "--head-dim", "64", "--seq", "64,99999999")
     assert measured == []
 
