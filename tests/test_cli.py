@@ -438,8 +438,8 @@ def test_a_peer_gets_the_layout_that_it_wants_and_may_return_more_than_the_outpu
 
 def test_expressions_of_scores_are_options_of_show() -> None:
     ended = run(
-        "show", "--gpu", "a100", "--head-dim", "64", "--source", "--score-mod", "score + (q_idx - kv_idx)", "--mask-mod",
-        "(kv_idx <= q_idx) | (kv_idx < 256)",
+        "show", "--gpu", "a100", "--head-dim", "64", "--source", "--score-mod", "score + (q_idx - kv_idx)",
+        "--mask-mod", "(kv_idx <= q_idx) | (kv_idx < 256)",
     )  # fmt: skip
     assert ended.code == 0 and "def score_mod(" in ended.out and "(kv_first <= q_last) | (kv_first < 256)" in ended.out
     for option, text, words in (
