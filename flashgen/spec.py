@@ -193,7 +193,7 @@ class Spec:
     def named(self) -> Spec:
         """The same with digests for expressions: what files know of them, which never hold what is run."""
         texts: dict[str, Any] = {
-            name: f"#{digest(value)}"
+            name: f"#{digest(value if self.mod_tensors == 'none' else f'{value} of {self.mod_tensors}')}"
             for name in EXPRESSIONS
             if (value := getattr(self, name)) != "none" and not value.startswith("#")
         }

@@ -8,6 +8,7 @@ from typing import Any
 SCORES: dict[str, tuple[str, str]] = {
     "relative bias": ("score + (q_idx - kv_idx)", "none"),
     "table": ("score + 0.1 * mod0[head, kv_idx - q_idx + 48]", "fp32[2]"),
+    "of three dimensions": ("score + mod0[batch, head, q_idx] * mod0[batch, head, kv_idx]", "fp32[3]"),
     "cap": ("4.0 * tanh(score / 4.0)", "none"),
     "hiding": ('where(kv_idx + head <= q_idx, score, float("-inf"))', "none"),
     "curved": ("score * sigmoid(score) + exp(-abs(score)) / (1.0 + batch)", "none"),

@@ -111,6 +111,19 @@ def test_under_torch_compile() -> None:
         torch.testing.assert_close(actual, expected)
 
 
+def test_captured_numbers_are_refused_where_nobody_sees_them_change() -> None:
+    q, k, v = tensors()
+    width = 3
+
+    def narrow(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx - kv_idx < width
+
+    assert isinstance(flashgen.attention(q, k, v, mask_mod=narrow), Tensor)
+    compiled = torch.compile(lambda q: flashgen.attention(q, k, v, mask_mod=narrow), backend="eager")
+    with pytest.raises(Exception, match="does not see when width changes"):
+        compiled(q)
+
+
 def test_autocast_and_layouts_and_gqa() -> None:
     q, k, v = tensors(4, 6, torch.float32, "bshd")
     given: dict[str, Any] = {"score_mod": "score + head * q_idx - batch * kv_idx"}

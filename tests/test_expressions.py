@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -30,6 +31,15 @@ def score_by_function(score: Any, b: Any, h: Any, row: Any, key: Any, slopes: An
 
 def mask_by_function(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (kv_idx <= q_idx) | (kv_idx < 5)
+
+
+def turned(function: Any) -> Any:
+    return functools.wraps(function)(lambda *given: -function(*given))
+
+
+@turned
+def decorated(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score
 
 
 def places(**others: Tensor) -> dict[str, Tensor]:
@@ -101,6 +111,45 @@ def test_whole_numbers_divide_towards_zero() -> None:
     assert found.tolist() == expected
 
 
+def test_constants_are_as_exact_as_they_can_be() -> None:
+    for text, value in (("1 / 3", 1 / 3), ("sqrt(2)", 2**0.5), ("(q_idx > -1) + (1 > 0)", 2.0), ("-(1 > 0)", -1.0)):
+        node = score_of(canonical(f"score + ({text})", (), True), ())
+        assert evaluate(node, places(score=torch.zeros(1).double()), [], torch.float64).unique().item() == value
+    # Beyond fp32, which Triton has no literals for.
+    assert statements([score_of("where((kv_idx > 3), 1e-50, 1e300)", ())], ()) == (
+        [],
+        ['tl.where(kv_idx > 3, 0.0, float("inf"))'],
+    )
+
+
+def test_whole_numbers_stay_within_32_bits_or_become_floats() -> None:
+    square = "score - (kv_idx + 100000) * (kv_idx + 100000) * 1e-10"
+    (line,), _ = statements([score_of(canonical(square, (), True), ())], ())
+    assert line == "v0 = (kv_idx + 100000).to(tl.float32)"
+    # A table's whole numbers may be large: their difference comes first.
+    lines, (text,) = statements(
+        [score_of(canonical("score + (t[q_idx] - t[kv_idx])", ("t",), True), (("int64", 1),))], ()
+    )
+    assert "to(tl.float32)" in text and not any("float32" in line for line in lines)
+
+
+def test_a_division_by_zero_in_the_branch_not_taken() -> None:
+    once = canonical("where(head == 0, score, score + kv_idx % head)", (), True)
+    found = evaluate(score_of(once, ()), places(score=torch.zeros(1).double()), [], torch.float64)
+    assert not found[0].any() and found[2].tolist() == [[j % 2 for j in range(11)]]
+
+
+def test_a_function_is_read_again_when_what_it_captures_changes() -> None:
+    texts = []
+    for width in (1, 1.0, True, 7):
+
+        def narrow(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return q_idx - kv_idx < width  # noqa: B023
+
+        texts.append(written(None, narrow, None)[1])
+    assert texts[0] == "((q_idx - kv_idx) < 1)" and len(set(texts)) == 4
+
+
 def test_an_index_outside_reads_the_nearest_inside() -> None:
     once = canonical("score + t[kv_idx - 4]", ("t",), True)
     table = torch.tensor([1.0, 2.0, 3.0])
@@ -120,6 +169,8 @@ BOUNDED = {name: text for name, (text, types) in MASKS.items() if types == "none
     "extremes": "minimum(maximum(q_idx, 4), 9) - kv_idx * 1.5 > -2",
     "sizes": "kv_idx - seq_kv >= q_idx - seq_q",
     "unknown": "exp(kv_idx * 1.0) > 5.0",
+    "number of a condition": "(kv_idx > q_idx) + 0.5 < 1.0",
+    "whole number of a condition": "(kv_idx > q_idx) * 2 <= (q_idx > 7) + 0",
 }
 
 
@@ -172,6 +223,14 @@ def test_bounds_of_a_prefix_are_exact() -> None:
         ("[score]", "cannot be part"),
         ("+".join(["score"] * MAX_NODES), "parts"),
         ("lambda: score", "cannot be part"),
+        ("score * (6 & 1)", "must be a condition"),
+        ("score * ~3", "must be a condition"),
+        ("score * 3000000000", "32 bits"),
+        ("score.to(tl.float16)", "float32 and int32"),
+        ("where(q_idx > 1, score, float('nan'))", "no number"),
+        ("score + 0.0 / 0.0", "no number"),
+        ("score + 1 // 0", "no number"),
+        ("1.5 // 2", "whole number"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_piece(text: str, words: str) -> None:
@@ -192,7 +251,12 @@ def unreadable(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         ((mask_by_function, None, None), "must take"),
         ((lambda s, b, h, q, k: s, None, None), "def"),
         ((5, None, None), "def"),
-        ((None, ("kv_idx > 0", "1.0"), None), "score_mod must be one"),
+        ((None, ("kv_idx > 0", "1.0"), None), "mask_mod must be one"),
+        ((("score", "1.0", "2.0"), None, None), "a pair with its derivative"),
+        ((["score", "1.0"], None, None), "def"),
+        ((decorated, None, None), "undecorated"),
+        (("score", None, {1: torch.ones(3)}), "must be text"),
+        (("score", None, dict.fromkeys("abcde", torch.ones(3))), "may be 4"),
         ((None, None, {"t": torch.ones(3)}), "neither"),
         (("score", None, [torch.ones(3)]), "dict"),
         (("score", None, {"score": torch.ones(3)}), "means nothing else"),

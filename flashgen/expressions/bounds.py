@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flashgen.expressions.nodes import FALSE, TRUE, Call, Constant, Name, Node, Read, call
+from flashgen.expressions.nodes import FALSE, OPERATIONS, TRUE, Call, Constant, Name, Node, Read, call
 
 Range = tuple[Node, Node]  # the least and the greatest, both reached or not
 
@@ -40,13 +40,21 @@ def _range(node: Node) -> Range | None:
     if isinstance(node, Name):
         side = node.name.removesuffix("_idx")
         return Name(f"{side}_first"), Name(f"{side}_last")
-    if not isinstance(node, Call) or node.operation not in _RULES:
+    if not isinstance(node, Call) or node.operation not in (*_RULES, "to_int"):
         return None
     ranges = [_range(each) for each in node.operands]
     if node.operation in ("and", "or", "xor", "not"):
         ranges = [each or (TRUE, FALSE) for each in ranges]
     elif node.operation == "where":
         ranges[0] = ranges[0] or (TRUE, FALSE)
+    if node.operation in ("to_float", "to_int"):
+        inner = node.operands[0]
+        if isinstance(inner, Call) and OPERATIONS[inner.operation].gives == "bool":
+            # As numbers the least is what must hold, the greatest what may.
+            may, must = ranges[0] or (TRUE, FALSE)
+            return call(node.operation, must), call(node.operation, may)
+        if node.operation == "to_int":
+            return None
     if None in ranges:
         return None
     return _RULES[node.operation](*(each for each in ranges if each is not None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,6 +10,8 @@ from flashgen.expressions.nodes import OPERATIONS, Call, Constant, Name, Node, R
 
 # Longer pieces, and those that are used twice, get a name.
 _LINE = 70
+# Of fp32: Triton takes no literals beyond.
+_LEAST, _GREATEST = 2.0**-126, 3.4028234663852886e38
 _METHODS = {"to_float": "{0}.to(tl.float32)", "to_int": "{0}.to(tl.int32)", "with_derivative": "{0}"}
 
 
@@ -43,13 +46,15 @@ class _Writer:
         if node in self._known:
             return self._known[node]
         if isinstance(node, Constant):
-            text = repr(node.value)
-            return f'float("{text}")' if "inf" in text else text
+            value = node.value
+            if node.kind == "float" and not _LEAST <= abs(value) <= _GREATEST:
+                value = math.copysign(0.0 if abs(value) < _LEAST else math.inf, value)
+            return f'float("{value}")' if abs(value) == math.inf else repr(value)
         if isinstance(node, Name):
             return node.name
         text = self._read(node) if isinstance(node, Read) else self._call(node)
         if self._uses[node] > 1 or len(text) > _LINE:
-            name = f"v{len(self._known)}"
+            name = f"v{len(self.lines)}"
             self.lines.append(f"{name} = {_bare(text)}")
             self._known[node] = text = name
         return text
@@ -72,7 +77,7 @@ class _Writer:
             inside = f"tl.minimum(tl.maximum({_bare(self.text(index))}, 0), {size} - 1)"
             place = f"({place} * {size} + {inside})" if place else inside
             if len(place) > _LINE:
-                name = f"v{len(self._known)}"
+                name = f"v{len(self.lines)}"
                 self.lines.append(f"{name} = {_bare(place)}")
                 # Under a key that no other node equals.
                 self._known[Read(node.tensor, (*node.indices[: axis + 1], Name("place")))] = place = name

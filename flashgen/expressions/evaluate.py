@@ -39,6 +39,10 @@ def evaluate(node: Node, places: Mapping[str, Tensor], tensors: Sequence[Tensor]
             return read.to(wide) if read.is_floating_point() else read
         if node.operation == "to_float":
             return value(node.operands[0]).to(wide)
+        if node.operation in ("quotient", "remainder"):
+            # By 0 in a branch that is not taken, perhaps.
+            number, by = (value(each) for each in node.operands)
+            return OPERATIONS[node.operation].compute(number, torch.where(by == 0, 1, by))  # type: ignore[no-any-return]
         if node.operation == "divide":
             # Of whole numbers too, in the width of floats.
             return torch.true_divide(*(value(each).to(wide) for each in node.operands))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from flashgen.errors import InputError
 from flashgen.expressions.derive import derivative
 from flashgen.expressions.nodes import Node
-from flashgen.expressions.parse import canonical, parse
+from flashgen.expressions.parse import canonical, captured, function_of, parse
 from flashgen.expressions.typed import check_mask, check_score, typed
 
 # Each is an argument of the operators.
@@ -36,23 +37,54 @@ def written(
             "what expressions call them."
         )
     given: Mapping[str, Tensor] = mod_tensors or {}
+    if not all(isinstance(name, str) for name in given):
+        raise InputError(f"names of mod_tensors must be text, but got {list(given)}.")
     if given and score_mod is None and mask_mod is None:
         raise InputError("mod_tensors are read by score_mod and mask_mod, neither of which is given.")
     if len(given) > MAX_TENSORS:
         raise InputError(f"mod_tensors may be {MAX_TENSORS}, but got {len(given)}: {', '.join(given)}. Stack some.")
-    texts = _texts(score_mod, mask_mod, tuple(given))
+    texts = _texts(score_mod, mask_mod, tuple(given), torch.compiler.is_compiling())
     return *texts, tuple(given.values())
 
 
 # What expressions mean is known before a call is traced.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _texts(score_mod: object, mask_mod: object, names: tuple[str, ...]) -> tuple[str | None, str | None]:
-    return _text(score_mod, names, True), _text(mask_mod, names, False)
+def _texts(score_mod: object, mask_mod: object, names: tuple[str, ...], traced: bool) -> tuple[str | None, str | None]:
+    return _text(score_mod, names, True, traced), _text(mask_mod, names, False, traced)
 
 
-@functools.lru_cache(maxsize=256)
-def _text(source: object, names: tuple[str, ...], scored: bool) -> str | None:
-    return None if source is None else canonical(source, names, scored)
+# Functions are read once, and again when a number that they capture is another.
+_known: dict[tuple[object, ...], str] = {}
+
+
+def _text(source: object, names: tuple[str, ...], scored: bool, traced: bool) -> str | None:
+    if source is None:
+        return None
+    parts = source if isinstance(source, tuple) else (source,)
+    numbers = [_numbers(each) for each in parts]
+    if traced and any(numbers):
+        names_captured = ", ".join(name for each in numbers for name, *_ in each)
+        raise InputError(
+            f"torch.compile does not see when {names_captured} changes, which "
+            f"{'score_mod' if scored else 'mask_mod'} captures: give the expression as text, or numbers as mod_tensors."
+        )
+    codes = [each if isinstance(each, str) else getattr(function_of(each), "__code__", None) for each in parts]
+    key = (*codes, isinstance(source, tuple), names, scored, *numbers)
+    if None in codes or key not in _known:
+        text = canonical(source, names, scored)
+        if len(_known) >= 256:
+            _known.clear()
+        _known[key] = text
+    return _known[key]
+
+
+def _numbers(source: object) -> tuple[tuple[str, type, object], ...]:
+    """Numbers that a function captures: name, type and value."""
+    function = function_of(source)
+    if not inspect.isfunction(function):
+        return ()
+    values = ((name, getattr(value, "value", value)) for name, value in captured(function).items())
+    return tuple((name, type(value), value) for name, value in values if type(value) in (bool, int, float))
 
 
 def types_of(tensors: Sequence[Tensor]) -> tuple[tuple[str, int], ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+from flashgen.errors import InputError
 
 Kind = Literal["bool", "int", "float"]
 
@@ -38,20 +40,35 @@ class Name:
     name: str
 
 
-@dataclass(frozen=True)
-class Read:
+class _Tree:
+    """Hashed once: what is below is hashed with it."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True, eq=True)
+class Read(_Tree):
     """An element of the caller's tensor of this number; an index outside reads the nearest inside."""
 
     tensor: int
     indices: tuple[Node, ...]
 
+    __hash__ = _Tree.__hash__
 
-@dataclass(frozen=True)
-class Call:
+
+@dataclass(frozen=True, eq=True)
+class Call(_Tree):
     """An operation of OPERATIONS."""
 
     operation: str
     operands: tuple[Node, ...]
+
+    __hash__ = _Tree.__hash__
 
 
 Node: TypeAlias = "Constant | Name | Read | Call"
@@ -115,7 +132,7 @@ OPERATIONS = {
     "erf": _operation("erf", "float", "float", torch.erf),
     "sigmoid": _operation("sigmoid", "float", "float", torch.sigmoid),
     "tanh": _operation("tanh", "float", "float", torch.tanh),
-    "to_float": _operation("to_float", "any", "float", lambda a: a),
+    "to_float": _operation("to_float", "any", "float", lambda a: a.to(torch.float64)),
     "to_int": _operation("to_int", "any", "int", lambda a: a.to(torch.int64)),
     # The first, whose derivative is said to be the second.
     "with_derivative": _operation("with_derivative", "float float", "float", lambda a, b: a),
@@ -126,7 +143,11 @@ TRUE, FALSE = Constant(True), Constant(False)
 
 
 def call(operation: str, *operands: Node) -> Node:
-    """The operation, or what it comes to where that needs no computing."""
+    """The operation on typed operands, or what it comes to where that needs no computing.
+
+    Raises:
+        InputError: it comes to no number, such as 0 / 0.
+    """
     folded = _FOLDED.get(operation)
     found = folded(*operands) if folded else None
     if found is None and operation != "with_derivative" and all(isinstance(each, Constant) for each in operands):
@@ -134,18 +155,19 @@ def call(operation: str, *operands: Node) -> Node:
     return Call(operation, operands) if found is None else found
 
 
-def _computed(operation: str, operands: Sequence[Constant]) -> Node | None:
-    """The result of an operation on numbers; None where it has none."""
-    if operation in ("quotient", "remainder") and operands[1].value == 0:
-        return None
-    value = OPERATIONS[operation].compute(*(as_tensor(each.value) for each in operands)).item()
-    return None if isinstance(value, float) and math.isnan(value) else Constant(value)
+def _computed(operation: str, operands: Sequence[Constant]) -> Node:
+    values = [as_tensor(float(each.value) if operation == "divide" else each.value) for each in operands]
+    nothing = operation in ("quotient", "remainder") and operands[1].value == 0
+    value = math.nan if nothing else OPERATIONS[operation].compute(*values).item()
+    if isinstance(value, float) and math.isnan(value):
+        raise InputError(f"{operation} of {' and '.join(str(each.value) for each in operands)} is no number.")
+    return Constant(value)
 
 
 def as_tensor(value: bool | int | float) -> Tensor:
     """A number in torch, as wide as Python's."""
     dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
-    return torch.tensor(value, dtype=dtype)
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _add(a: Node, b: Node) -> Node | None:
@@ -185,7 +207,7 @@ def _where(condition: Node, a: Node, b: Node) -> Node | None:
 
 
 def _divide(a: Node, b: Node) -> Node | None:
-    return ZERO if a == ZERO else None
+    return ZERO if a == ZERO and not _is(b, 0) else None
 
 
 def _negative(a: Node) -> Node | None:

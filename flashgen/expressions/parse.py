@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashgen.errors import InputError, did_you_mean
-from flashgen.expressions.nodes import OPERATIONS, Call, Constant, Name, Node, Read, call
+from flashgen.expressions.nodes import OPERATIONS, Call, Constant, Name, Node, Read
 
 # What an expression may name, but for tensors; functions take the first ones, in this order, by names of their own.
 PLACES = ("batch", "head", "q_idx", "kv_idx")
@@ -27,7 +28,7 @@ _FUNCTIONS = {name: name for name, each in OPERATIONS.items() if not each.infix}
     "logical_and": "and", "logical_or": "or", "logical_not": "not", "fdiv": "divide",
 }  # fmt: skip
 
-Source = str | Callable[..., Any]
+_CONVERSIONS = {"float32": "to_float", "float": "to_float", "int32": "to_int", "int": "to_int"}
 
 
 def canonical(source: object, names: Sequence[str], scored: bool) -> str:
@@ -44,9 +45,12 @@ def canonical(source: object, names: Sequence[str], scored: bool) -> str:
     """
     if isinstance(source, tuple):
         if len(source) != 2 or not scored:
-            raise InputError(f"score_mod must be one expression or a pair with its derivative, but got {source!r}.")
+            what = (
+                "score_mod must be one expression or a pair with its derivative" if scored else "mask_mod must be one"
+            )
+            raise InputError(f"{what}, but got {source!r}.")
         value, derivative = (_from_any(each, names, scored) for each in source)
-        return show(call("with_derivative", value, derivative))
+        return show(Call("with_derivative", (value, derivative)))
     return show(_from_any(source, names, scored))
 
 
@@ -85,19 +89,35 @@ def _places(scored: bool) -> dict[str, Node]:
 def _from_any(source: object, names: Sequence[str], scored: bool) -> Node:
     tensors = {name: index for index, name in enumerate(names)}
     for name in names:
-        if not name.isidentifier() or name in _places(True):
+        if not isinstance(name, str) or not name.isidentifier() or name in _places(True):
             raise InputError(f"a name of mod_tensors must be a word that means nothing else here, but got {name!r}.")
     if isinstance(source, str):
         return _Reader(tensors, _places(scored), {}).of_text(source.strip())
-    function = inspect.unwrap(getattr(source, "fn", source))  # type: ignore[arg-type]
-    if not inspect.isfunction(function) or function.__name__ == "<lambda>":
-        raise InputError(f"score_mod and mask_mod must be text or a function made by def, but got {source!r}.")
+    function: Any = function_of(source)
+    plain = inspect.isfunction(function) and not hasattr(function, "__wrapped__")
+    if not plain or function.__name__ == "<lambda>":
+        raise InputError(
+            "score_mod and mask_mod must be text or a function made by def, undecorated or of triton.jit, but got "
+            f"{source!r}."
+        )
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, SyntaxError) as error:
         raise InputError(f"the source of {function.__name__} cannot be read: {error}. Give it as text.") from None
-    assert isinstance(tree, ast.FunctionDef)
+    if not isinstance(tree, ast.FunctionDef):
+        raise InputError(f"{function.__name__} must be made by def.")
     return _of_function(tree, function, tensors, scored)
+
+
+def function_of(source: object) -> object:
+    """What triton.jit has wrapped, or the thing itself."""
+    return getattr(source, "fn", source)
+
+
+def captured(function: Any) -> dict[str, Any]:
+    """What a function names beyond its own, as it is now."""
+    outer = inspect.getclosurevars(function)
+    return {**outer.globals, **outer.nonlocals}
 
 
 def _of_function(tree: ast.FunctionDef, function: Any, tensors: Mapping[str, int], scored: bool) -> Node:
@@ -114,8 +134,7 @@ def _of_function(tree: ast.FunctionDef, function: Any, tensors: Mapping[str, int
             raise InputError(
                 f"{tree.name} takes {own!r}, which mod_tensors does not have. Known: {', '.join(tensors)}."
             )
-    outer = inspect.getclosurevars(function)
-    reader = _Reader(tensors, known, {**outer.globals, **outer.nonlocals})
+    reader = _Reader(tensors, known, captured(function))
     for statement in tree.body:
         if isinstance(statement, ast.Return) and statement.value is not None:
             return reader.read(statement.value)
@@ -156,11 +175,11 @@ class _Reader:
         if isinstance(tree, ast.Name):
             return self._name(tree.id)
         if isinstance(tree, ast.BinOp) and type(tree.op) in _OPERATORS:
-            return call(_OPERATORS[type(tree.op)], self._read(tree.left), self._read(tree.right))
+            return Call(_OPERATORS[type(tree.op)], (self._read(tree.left), self._read(tree.right)))
         if isinstance(tree, ast.UnaryOp) and type(tree.op) in _OPERATORS:
-            return call(_OPERATORS[type(tree.op)], self._read(tree.operand))
+            return Call(_OPERATORS[type(tree.op)], (self._read(tree.operand),))
         if isinstance(tree, ast.Compare) and len(tree.ops) == 1 and type(tree.ops[0]) in _OPERATORS:
-            return call(_OPERATORS[type(tree.ops[0])], self._read(tree.left), self._read(tree.comparators[0]))
+            return Call(_OPERATORS[type(tree.ops[0])], (self._read(tree.left), self._read(tree.comparators[0])))
         if isinstance(tree, ast.Subscript) and isinstance(tree.value, ast.Name):
             inside = tree.slice.elts if isinstance(tree.slice, ast.Tuple) else [tree.slice]
             return Read(self._tensor(tree.value.id), tuple(self._read(each) for each in inside))
@@ -192,21 +211,26 @@ class _Reader:
         arguments = tree.args
         if function == "float" and len(arguments) == 1 and isinstance(arguments[0], ast.Constant):
             try:
-                return Constant(float(arguments[0].value))  # type: ignore[arg-type]
+                number = float(arguments[0].value)  # type: ignore[arg-type]
             except (TypeError, ValueError):
-                raise InputError(f"`{ast.unparse(tree)}` is no number.") from None
+                number = math.nan
+            if math.isnan(number):
+                raise InputError(f"`{ast.unparse(tree)}` is no number.")
+            return Constant(number)
         if function == "load" and len(arguments) == 1:
             # tl.load(tensor + index), of a vector.
             at = arguments[0]
             if isinstance(at, ast.BinOp) and isinstance(at.op, ast.Add) and isinstance(at.left, ast.Name):
                 return Read(self._tensor(at.left.id), (self._read(at.right),))
         if function == "to" and isinstance(tree.func, ast.Attribute) and len(arguments) == 1:
-            kind = "to_float" if "float" in ast.unparse(arguments[0]) else "to_int"
-            return call(kind, self._read(tree.func.value))
+            kind = _CONVERSIONS.get(ast.unparse(arguments[0]).rpartition(".")[2])
+            if kind is None:
+                raise InputError(f"`{ast.unparse(tree)}`: there are conversions to float32 and int32 alone.")
+            return Call(kind, (self._read(tree.func.value),))
         operation = _FUNCTIONS.get(function)
         if operation is None or len(arguments) != len(OPERATIONS[operation].takes):
             raise InputError(f"`{ast.unparse(tree)}` cannot be part of an expression; {_ALLOWED}.")
-        return call(operation, *(self._read(each) for each in arguments))
+        return Call(operation, tuple(self._read(each) for each in arguments))
 
 
 _NAMES = ", ".join(name for name in _FUNCTIONS if "_" not in name)

@@ -36,6 +36,8 @@ def typed(node: Node, tensors: Sequence[tuple[str, int]]) -> Node:
         if any(kind(each, tensors) != "int" for each in indices):
             raise InputError(f"indices must be whole numbers in `{show(node)}`.")
         return Read(node.tensor, indices)
+    if isinstance(node, Constant) and node.kind == "int" and not -(2**31) <= node.value < 2**31:
+        raise InputError(f"`{node.value}` is no whole number of 32 bits, as kernels count: make it a float.")
     if not isinstance(node, Call):
         return node
     operands = [typed(each, tensors) for each in node.operands]
@@ -93,24 +95,36 @@ def _to(wanted: Kind, node: Node, has: Kind) -> Node:
         return node
     if isinstance(node, Constant):
         return Constant(float(node.value) if wanted == "float" else int(node.value))
-    if (
-        wanted == "float"
-        and isinstance(node, Call)
-        and node.operation in _SPREADS
-        and _places(node) == {"q_idx", "kv_idx"}
-    ):
-        # Rows and keys become floats by themselves: a conversion for every pair takes as long as an exponential.
+    if wanted == "float" and isinstance(node, Call) and _spreads(node):
+        # Rows and keys become floats by themselves: a conversion for every pair takes as long as an exponential, and
+        # products of whole numbers could leave their 32 bits.
         return call(node.operation, *(_to("float", each, "int") for each in node.operands))
     return call(f"to_{wanted}", node)
 
 
-# Of whole numbers below 2**24 these are the same of floats.
-_SPREADS = ("add", "subtract", "negative", "abs", "minimum", "maximum")
+# Of whole numbers below 2**24 these are the same of floats, but for rounding.
+_SPREADING = ("add", "subtract", "negative", "abs", "minimum", "maximum", "multiply")
+
+
+def _spreads(node: Call) -> bool:
+    """Whether floats may be computed with instead: of places and sizes, which are below 2**24."""
+    return _is_small(node) and ("multiply" in _operations(node) or _places(node) == {"q_idx", "kv_idx"})
+
+
+def _is_small(node: Node) -> bool:
+    if isinstance(node, Call):
+        return node.operation in _SPREADING and all(_is_small(each) for each in node.operands)
+    return isinstance(node, Name) or (isinstance(node, Constant) and abs(node.value) < 2**24)
+
+
+def _operations(node: Node) -> set[str]:
+    below = node.operands if isinstance(node, Call) else ()
+    own = {node.operation} if isinstance(node, Call) else set()
+    return own.union(*(_operations(each) for each in below))
 
 
 def _places(node: Node) -> set[str]:
     """Which of both indices it depends on."""
     if isinstance(node, Name):
         return {node.name} & {"q_idx", "kv_idx"}
-    below = node.operands if isinstance(node, Call) else node.indices if isinstance(node, Read) else ()
-    return {name for each in below for name in _places(each)}
+    return {name for each in (node.operands if isinstance(node, Call) else ()) for name in _places(each)}
