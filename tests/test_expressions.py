@@ -127,9 +127,9 @@ def test_whole_numbers_stay_within_32_bits_or_become_floats() -> None:
     (line,), _ = statements([score_of(canonical(square, (), True), ())], ())
     assert line == "v0 = (kv_idx + 100000).to(tl.float32)"
     # A table's whole numbers may be large: their difference comes first.
-    lines, (text,) = statements(
-        [score_of(canonical("score + (t[q_idx] - t[kv_idx])", ("t",), True), (("int64", 1),))], ()
-    )
+    types = (("int64", 1),)
+    node = score_of(canonical("score + (t[q_idx] - t[kv_idx])", ("t",), True), types)
+    lines, (text,) = statements([node], types)
     assert "to(tl.float32)" in text and not any("float32" in line for line in lines)
 
 
