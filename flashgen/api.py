@@ -9,13 +9,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashgen.autograd import Attention, Direct, is_direct, is_watched, refuse_tangents
+from flashgen.descales import FP8, Descales, Number
 from flashgen.dispatch import attend
+from flashgen.fp8 import attention_fp8
 from flashgen.modified import judged
 from flashgen.modified_autograd import Modified, flat, run
 from flashgen.modifiers import Options, check_gradients
-from flashgen.spec import DTYPE_NAMES
 from flashgen.tensors import (
     CPU_DTYPES,
+    GPU_DTYPES,
     as_autocast,
     causal_from,
     check_device,
@@ -48,11 +50,14 @@ def attention(
     sinks: Tensor | None = None,
     segment_ids_q: Tensor | None = None,
     segment_ids_kv: Tensor | None = None,
+    descale_q: Number | None = None,
+    descale_k: Number | None = None,
+    descale_v: Number | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v, by the fastest kernel known for this GPU; for CPU tensors, up to fp64, in plain torch.
 
     Args:
-        q: [batch, heads, seq_q, head_dim], any strides; fp16, bf16 or fp32.
+        q: [batch, heads, seq_q, head_dim], any strides; fp16, bf16 or fp32; or fp8, e4m3, which has no gradients.
         k: [batch, kv_heads, seq_kv, head_dim]; query head h reads key head h // (heads // kv_heads).
         v: [batch, kv_heads, seq_kv, head_dim_v].
         causal: True or "bottom_right" shows row i the keys j <= i + (seq_kv - seq_q); "top_left" j <= i.
@@ -64,13 +69,16 @@ def attention(
             else seq_kv - seq_q; None is an open side.
         softcap: scaled scores become softcap * tanh(scores / softcap), before all that follows.
         alibi_slopes: [heads] or [batch, heads]; slope * |j - (i + seq_kv - seq_q)| is subtracted. Not differentiable.
-        bias: added, of q's dtype or fp32, broadcastable to [batch, heads, seq_q, seq_kv] in either layout.
+        bias: added, of the output's dtype or fp32, broadcastable to [batch, heads, seq_q, seq_kv] in either layout.
         mask: bool, broadcastable likewise; True is seen.
         sinks: [heads]; one more logit of every row, which has no value; lse includes it.
         segment_ids_q: int [batch, seq_q], with segment_ids_kv [batch, seq_kv]; a row sees the keys with its own id.
+        descale_q, descale_k, descale_v: what fp8 inputs are multiplied by, the true q is q * descale_q: a number, or
+            fp32 that broadcasts to [heads], [batch, heads] or [batch, heads, blocks], with kv_heads for k and v, one
+            for each 128 tokens; in either layout. None is 1, negative numbers give NaN. P is rounded to e4m3, too.
 
     Returns:
-        [batch, heads, seq_q, head_dim_v] in the inputs' dtype, or autocast's. A row that sees no key is 0 and its lse
+        [batch, heads, seq_q, head_dim_v] in the inputs' dtype, or autocast's; in bf16 of fp8 inputs. A row that sees no key is 0 and its lse
         -inf, or the sink. Both are differentiable by q, k, v, bias and sinks, once; gradients are bitwise repeatable.
 
     Raises:
@@ -80,9 +88,13 @@ def attention(
     if (
         window is None and softcap is None and alibi_slopes is None and bias is None and mask is None
         and sinks is None and segment_ids_q is None and segment_ids_kv is None
+        and descale_q is None and descale_k is None and descale_v is None
     ):  # fmt: skip
         return _plain(q, k, v, causal, scale, layout, return_lse, family)
     options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks)
+    descales = Descales(descale_q, descale_k, descale_v)
+    if isinstance(q, Tensor) and (q.dtype == FP8 or descales.given):
+        return attention_fp8(q, k, v, causal, scale, layout, return_lse, family, options, descales)
     return _modified(q, k, v, causal, scale, layout, return_lse, family, options)
 
 
@@ -108,7 +120,7 @@ def _plain(
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v)
     if wants_grad:
-        if is_direct(q, k, v):
+        if is_direct(q, k, v) and q.dtype is not FP8:
             out, lse = _direct(q, k, v, causal_from(causal), scale, layout, True, family)
             return (out, lse) if return_lse else out
     elif device == "cuda" and not is_watched():
@@ -164,9 +176,11 @@ def _by_operator(
     wants_grad: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Calls that are differentiated, traced, mapped or on the CPU: one operator, which torch sees as a whole."""
+    if q.dtype == FP8:
+        return attention_fp8(q, k, v, causal, scale, layout, return_lse, family, Options(), Descales())
     mask = causal_from(causal)
     if _has_sizes(q, k, v):
-        check_tensors(q, k, v, layout, DTYPE_NAMES if q.is_cuda else CPU_DTYPES)
+        check_tensors(q, k, v, layout, GPU_DTYPES if q.is_cuda else CPU_DTYPES)
         check_scale(scale, q.dtype)
         check_device(q.device, family)
     # The operator alone serves tracers; torch.func.grad knows only autograd functions.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flashgen.descales import Descales, descales_from
 from flashgen.modifiers import Modifiers, Options, modifiers_from
 from flashgen.spec import TORCH_DTYPES, Problem, Spec
 
@@ -87,7 +88,8 @@ def inputs(spec: Spec, problem: Problem, device: str, seed: int = 0) -> tuple[to
     dtype = TORCH_DTYPES[spec.dtype]
 
     def draw(heads: int, seq: int, width: int) -> torch.Tensor:
-        return torch.randn(problem.batch, heads, seq, width, device=device, dtype=dtype, generator=generator)
+        drawn = torch.float32 if spec.dtype == "fp8" else dtype
+        return torch.randn(problem.batch, heads, seq, width, device=device, dtype=drawn, generator=generator).to(dtype)
 
     return (
         draw(problem.heads, problem.seq_q, spec.head_dim),
@@ -127,7 +129,13 @@ def usual_modifiers(spec: Spec, problem: Problem, q: torch.Tensor) -> Modifiers:
         options |= {"segment_ids_q": documents(problem.seq_q), "segment_ids_kv": documents(problem.seq_kv)}
     if spec.sinks:
         options["sinks"] = draw(problem.heads)
-    return modifiers_from(sizes, q, Options(**options))
+    found = modifiers_from(sizes, q, Options(**options))
+    if spec.dtype != "fp8":
+        return found
+    shape = {"tensor": (), "head": (1, 1), "block": (1, 1, 1)}[spec.descale]
+    one = 1.0 if spec.descale == "tensor" else torch.ones(shape, device=q.device)
+    heads = (problem.batch, problem.heads, problem.kv_heads)
+    return found._replace(descales=descales_from(heads, scores, q, Descales(one, one, one)))
 
 
 def flops(spec: Spec, problem: Problem) -> float:

@@ -62,7 +62,7 @@ def choose(
         path, entry = candidate
         return entry.bucket.distance(bucket), place[path], entry.us_per_score
 
-    for wanted in (spec, spec.plain) if spec.features else (spec,):
+    for wanted in dict.fromkeys((spec, spec.plain)):
         same = [(path, entry) for path, entry in tuned if entry.spec.tuned_as == wanted.tuned_as]
         notes.append(f"{len(same)} of {len(tuned)} entries for {gpu.name} are for {wanted.tuned_as.label}.")
         usable = _usable(same, spec, gpu, families, notes)

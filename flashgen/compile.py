@@ -22,7 +22,7 @@ from flashgen.hardware import Gpu
 from flashgen.paths import generated_dir
 from flashgen.render import kernel_options, render
 from flashgen.resources import Resources, resources_of
-from flashgen.spec import Spec
+from flashgen.spec import DESCALES, ELEMENT_BYTES, Spec
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -174,12 +174,15 @@ def _gluon_source(kernel: Any, blocks: Mapping[str, list[int]], spec: Spec, opti
     return GluonASTSource(kernel, ordered, constexprs=constants)
 
 
+# How Triton calls them, where that is another name than ours.
+_TYPES = {"fp8": "fp8e4nv"}
 # Pointers to contiguous fp32, whatever the spec's dtype; all but the last are allocated by us, thus aligned.
 FLOAT_POINTERS = ("LSE", "WORKSPACE", "DLSE")
 # Of a bias and its gradient the spec has the type.
 _MODIFIER_POINTERS = {
     "ALIBI_SLOPES": "*fp32", "BIAS": None, "DBIAS": None, "MASK": "*u8", "SEGMENT_IDS_Q": "*i32",
-    "SEGMENT_IDS_KV": "*i32", "SINKS": "*fp32", "CU_SEQLENS_Q": "*i32", "CU_SEQLENS_K": "*i32", "SEQUSED_K": "*i32",
+    "SEGMENT_IDS_KV": "*i32", "SINKS": "*fp32", "DESCALE_Q": "*fp32", "DESCALE_K": "*fp32",
+    "DESCALE_V": "*fp32", "CU_SEQLENS_Q": "*i32", "CU_SEQLENS_K": "*i32", "SEQUSED_K": "*i32",
 }  # fmt: skip
 
 
@@ -202,14 +205,16 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
         elif parameter.annotation_type:
             signature[name] = parameter.annotation_type
             if aligned and name.startswith("stride_"):
-                attributes[(index,)] = [["tt.divisibility", 16 // spec.element_bytes]]
+                written = ELEMENT_BYTES[spec.out_dtype] if name.startswith("stride_o") else spec.element_bytes
+                attributes[(index,)] = [["tt.divisibility", 16 // written]]
         elif name in _MODIFIER_POINTERS:
             signature[name] = _MODIFIER_POINTERS[name] or f"*{spec.bias}"
             # The caller's own tensors: of the others nothing is known of where they start.
             if options.get("DENSE") and name in ("BIAS", "DBIAS", "MASK"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "*fp32" if name in FLOAT_POINTERS else f"*{spec.dtype}"
+            dtype = spec.out_dtype if name == "O" else spec.dtype
+            signature[name] = "*fp32" if name in FLOAT_POINTERS else f"*{_TYPES.get(dtype, dtype)}"
             if name in FLOAT_POINTERS[:2] or (aligned and name != "DLSE"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, constants, attributes)
@@ -234,9 +239,11 @@ def kernel_resources(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOL
     scores = q.new_empty(1, group, WHOLE, seq_kv)
     strided = [scores for name in ("bias", "mask") if name in spec.features]
     slopes = [q.new_empty(1, group)] if spec.alibi else []
+    ranks = {"tensor": 0, "head": 2, "block": 3}
+    descales = [q.new_empty((1,) * ranks[spec.descale]) for _ in DESCALES] if ranks[spec.descale] else []
     gradient = [scores] if spec.op == "backward" and "bias" in spec.features else []
     options = next(
-        each.options for each in launches(variant, *tensors, *gradient, *slopes, *strided) if each.kernel == kernel
+        each.options for each in launches(variant, *tensors, *descales, *gradient, *slopes, *strided) if each.kernel == kernel
     )
     return resources_of(compile_kernel(variant, gpu, kernel=kernel, options=options, aligned=aligned))
 

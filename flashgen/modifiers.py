@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashgen.descales import FP8, Descales
 from flashgen.errors import InputError
 
 # An open side of a window; with lengths below it every sum of two such numbers is an int32.
@@ -30,6 +31,7 @@ class Modifiers(NamedTuple):
         segment_ids_kv: int32 [batch, seq_kv].
         sinks: fp32 [heads], or fp64 for fp64 inputs: one more logit of every row, which has no value (GPT-OSS). The
             log-sum-exp includes it: that of a row that sees no key is the sink.
+        descales: what fp8 inputs are multiplied by, before all that.
     """
 
     softcap: float | None = None
@@ -40,11 +42,17 @@ class Modifiers(NamedTuple):
     segment_ids_q: Tensor | None = None
     segment_ids_kv: Tensor | None = None
     sinks: Tensor | None = None
+    descales: Descales | None = None
 
     def arguments(self, causal: str) -> tuple[Tensor | float, ...]:
-        """What kernels take of it: every field that there is, in order, the window as two numbers, bool as bytes."""
-        found: list[Tensor | float] = []
+        """What kernels take of it: descales, then every other field that there is, in order.
+
+        The window is two numbers, bool are bytes.
+        """
+        found = [] if self.descales is None else [each for each in self.descales if each is not None]
         for value in self:
+            if isinstance(value, Descales):
+                continue
             if isinstance(value, tuple):
                 left, right = value
                 found += [left, right if causal == "none" else 0]
@@ -109,8 +117,9 @@ def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Opti
             raise InputError(f"alibi_slopes must be [{heads}] or [{batch}, {heads}], but got {tuple(slopes.shape)}.")
         slopes = slopes.to(wide).expand(batch, heads)
     added = _floats("bias", options.bias, like)
-    if added is not None and added.dtype not in (like.dtype, torch.float32):
-        raise InputError(f"bias must be {like.dtype}, as q, or torch.float32, but got {added.dtype}. Cast it.")
+    own = torch.bfloat16 if like.dtype == FP8 else like.dtype
+    if added is not None and added.dtype not in (own, torch.float32):
+        raise InputError(f"bias must be {own}, as the output, or torch.float32, but got {added.dtype}. Cast it.")
     sink = _floats("sinks", options.sinks, like)
     if sink is not None and tuple(sink.shape) != (heads,):
         raise InputError(f"sinks must be [{heads}], one a head, but got {tuple(sink.shape)}.")

@@ -163,7 +163,7 @@ class Entry:
         config = mapping("config", plain["config"])
         family = family_named(_text("family", plain["family"]))
         return Entry(
-            spec=_record(Spec, "spec", plain["spec"], optional=FEATURES),
+            spec=_record(Spec, "spec", plain["spec"], optional=(*FEATURES, "descale")),
             bucket=_record(Bucket, "bucket", plain["bucket"]),
             family=family.name,
             config=family.config({name: _scalar(f"config.{name}", number) for name, number in config.items()}),
@@ -178,7 +178,7 @@ class Entry:
 def label_of(value: object) -> str:
     """What a complaint calls an entry that may be wrong anywhere: its spec, if that much can be read."""
     try:
-        return _record(Spec, "spec", value.get("spec") if isinstance(value, dict) else None, FEATURES).slug
+        return _record(Spec, "spec", value.get("spec") if isinstance(value, dict) else None, (*FEATURES, "descale")).slug
     except FlashgenError:
         return "spec unreadable"
 

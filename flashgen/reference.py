@@ -71,12 +71,14 @@ def plain_attention(
     causal: str = "none",
     scale: float | None = None,
     rounding: Callable[[Tensor], Tensor] = lambda operand: operand,
+    rounding_p: Callable[[Tensor], Tensor] = lambda p: p,
     modifiers: Modifiers = NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v with the whole score matrix in memory, every step in the inputs' dtype.
 
     Run on float64 inputs it is the reference; run on the inputs' own dtype it is the yardstick of the accept rule.
-    `rounding` is applied to the operands of both products, as tensor cores round fp32 to TF32.
+    `rounding` is applied to the operands of both products, as tensor cores round fp32 to TF32; `rounding_p` to P, as
+    `rounded_to_e4m3` does for fp8.
 
     Returns:
         o [batch, heads, seq_q, head_dim_v] in the inputs' dtype, and lse [batch, heads, seq_q] (natural log) in
@@ -88,8 +90,16 @@ def plain_attention(
     scores, _ = modified(scores, k.shape[2], modifiers)
     seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers)
     p, lse = _softmax(scores.masked_fill(~seen, -math.inf), modifiers.sinks)
-    o = rounding(_grouped(p.to(v.dtype), k)) @ v[:, :, None]
+    o = rounding(_grouped(rounding_p(p).to(v.dtype), k)) @ v[:, :, None]
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
+
+
+def rounded_to_e4m3(p: Tensor) -> Tensor:
+    """P [..., keys] as fp8 holds it: relative to the row's largest one, which is 256 of e4m3's 448."""
+    if p.shape[-1] == 0:
+        return p
+    unit = p.amax(-1, keepdim=True) / 256
+    return (p / unit.masked_fill(unit == 0, 1.0)).to(torch.float8_e4m3fn).to(p.dtype) * unit
 
 
 def tiled_attention(

@@ -128,9 +128,10 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
     how = "exactly this bucket" if found.found.how == "exact" else "the nearest tuned bucket"
     stale = (found.found.stale,) if found.found.stale else ()
     why = f"{how} ({tuned_for}), {entry.time.median_us:.1f} us {entry.method}"
-    if spec.features and not entry.spec.features:
+    if spec != spec.plain and entry.spec == entry.spec.plain:
         # Its time is that of another kernel.
-        why = f"{how} ({tuned_for}), tuned for {entry.spec.label}, without its {' and '.join(spec.features)}"
+        lacks = " and ".join(spec.features) or f"descales of each {spec.descale}"
+        why = f"{how} ({tuned_for}), tuned for {entry.spec.label}, without its {lacks}"
     return Selection(
         variant=Variant(family_named(entry.family), spec, entry.config),
         gpu=gpu,

@@ -11,15 +11,21 @@ import torch
 from flashgen.errors import InputError, did_you_mean
 
 Op = Literal["forward", "backward"]
-DType = Literal["fp16", "bf16", "fp32"]
+DType = Literal["fp16", "bf16", "fp32", "fp8"]
 Causal = Literal["none", "bottom_right", "top_left"]
 Precision = Literal["ieee", "tf32"]
 Layout = Literal["bhsd", "bshd"]
 BiasDType = Literal["none", "fp16", "bf16", "fp32"]
+Descale = Literal["tensor", "head", "block"]
 
-TORCH_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+}
 DTYPE_NAMES: dict[torch.dtype, DType] = {value: cast(DType, key) for key, value in TORCH_DTYPES.items()}
-ELEMENT_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+ELEMENT_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 1}
 
 # What a spec may have beyond the plain softmax(Q K^T * scale) V, with what its kernels take for it; flashgen.modifiers
 # says what each does.
@@ -34,6 +40,8 @@ MODIFIERS = {
     "varlen": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "total_q", "total_k"),
 }
 FEATURES = tuple(MODIFIERS)
+# What fp8 inputs are multiplied by, which kernels take before all modifiers.
+DESCALES = ("descale_q", "descale_k", "descale_v")
 
 MAX_HEAD_DIM = 256
 MAX_SIZE = 2**31 - 512  # the kernels' sizes are int32, and they round up to a block
@@ -52,13 +60,15 @@ class Spec:
         op: `"forward"`: O = softmax(Q K^T * scale) V and LSE; `"backward"`: dQ, dK and dV of it.
         head_dim: true, unpadded width of q and k, 1 to 256.
         head_dim_v: true width of v and of the output, 1 to 256.
-        dtype: element type of q, k, v and the output.
+        dtype: element type of q, k, v and the output; "fp8" is e4m3, whose output is bf16, forward only.
         causal: `"bottom_right"` shows row i the keys j <= i + (seq_kv - seq_q); `"top_left"` j <= i.
         precision: how fp32 inputs multiply: `"ieee"` is true fp32, `"tf32"` the tensor cores' format.
             16-bit inputs have exact products either way and always say `"ieee"`.
         softcap, alibi, window, mask, segments, sinks: whether the scores are modified so (flashgen.modifiers).
         bias: element type of what is added to them; `"none"` when nothing is.
         varlen: whether sequences of different lengths lie behind each other, as `attention_varlen` takes them.
+        descale: what has a number of its own that fp8 inputs are multiplied by: each of q, k and v ("tensor"), each of
+            their heads, or each block of tokens of a head (flashgen.descales).
     """
 
     op: Op = "forward"
@@ -75,9 +85,13 @@ class Spec:
     segments: bool = False
     sinks: bool = False
     varlen: bool = False
+    descale: Descale = "tensor"
 
     def __post_init__(self) -> None:
-        kinds = (("op", Op), ("dtype", DType), ("causal", Causal), ("precision", Precision), ("bias", BiasDType))
+        kinds = (
+            ("op", Op), ("dtype", DType), ("causal", Causal), ("precision", Precision), ("bias", BiasDType),
+            ("descale", Descale),
+        )  # fmt: skip
         for field, kind in kinds:
             value = getattr(self, field)
             if value not in get_args(kind):
@@ -92,6 +106,13 @@ class Spec:
         for field in FEATURES:
             if field != "bias" and type(getattr(self, field)) is not bool:
                 raise InputError(f"{field} must be true or false, but got {getattr(self, field)!r}.")
+        if self.op == "backward" and self.dtype == "fp8":
+            raise InputError("dtype='fp8' is for op='forward': there is no backward of fp8 inputs.")
+        if self.descale != "tensor" and (self.dtype != "fp8" or (self.varlen and self.descale == "block")):
+            raise InputError(
+                f"descale={self.descale!r} is for fp8 inputs, and blocks for those that are not varlen, but got "
+                f"dtype={self.dtype!r}, varlen={self.varlen}."
+            )
         if self.op == "backward" and self.sinks:
             raise InputError("sinks=True is for op='forward': a backward finds the sinks in the log-sum-exp.")
         if self.varlen and {"bias", "mask", "segments"}.intersection(self.features):
@@ -114,6 +135,11 @@ class Spec:
         return ELEMENT_BYTES[self.dtype]
 
     @property
+    def out_dtype(self) -> DType:
+        """Element type of the output."""
+        return "bf16" if self.dtype == "fp8" else self.dtype
+
+    @property
     def features(self) -> tuple[str, ...]:
         """Which of FEATURES it has, in their order."""
         return tuple(name for name in FEATURES if getattr(self, name) not in (False, "none"))
@@ -121,12 +147,13 @@ class Spec:
     @property
     def modifiers(self) -> tuple[str, ...]:
         """The names of what its kernels take for its features, as flashgen.modifiers.Modifiers.arguments gives them."""
-        return tuple(name for feature in self.features for name in MODIFIERS[feature])
+        scaling = DESCALES if self.dtype == "fp8" else ()
+        return (*scaling, *(name for feature in self.features for name in MODIFIERS[feature]))
 
     @property
     def stated(self) -> dict[str, object]:
         """Its fields by name; of FEATURES only those that it has, so that others leave no trace in files."""
-        absent = set(FEATURES).difference(self.features)
+        absent = set(FEATURES).difference(self.features) | ({"descale"} if self.descale == "tensor" else set())
         return {name: value for name, value in asdict(self).items() if name not in absent}
 
     @property
@@ -136,8 +163,8 @@ class Spec:
 
     @property
     def plain(self) -> Spec:
-        """The same without FEATURES."""
-        return replace(self, **_PLAIN) if self.features else self
+        """The same without FEATURES, fp8 with one number for each tensor."""
+        return replace(self, **_PLAIN) if self.features or self.descale != "tensor" else self
 
     @property
     def slug(self) -> str:
@@ -148,6 +175,8 @@ class Spec:
             parts.append(self.precision)
         if self.causal != "none":
             parts.append("causal" if self.causal == "bottom_right" else "causal_top_left")
+        if self.descale != "tensor":
+            parts.append(f"descale_{self.descale}")
         parts += [f"bias_{self.bias}" if name == "bias" and self.bias != self.dtype else name for name in self.features]
         return "_".join(parts)
 
@@ -162,7 +191,7 @@ class Spec:
         return replace(self, causal="bottom_right") if self.causal == "top_left" else self
 
 
-_PLAIN: dict[str, Any] = {name: "none" if name == "bias" else False for name in FEATURES}
+_PLAIN: dict[str, Any] = {name: "none" if name == "bias" else False for name in FEATURES} | {"descale": "tensor"}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashgen.autograd import is_direct, no_second_derivative, refuse_tangents, save_nothing
+from flashgen.descales import FP8, Descales, Number, check_descales, refuse_gradients
 from flashgen.errors import UnsupportedError
 from flashgen.modified_autograd import sinks_gradient
 from flashgen.modifiers import Options, check_gradients, window_sides
@@ -37,6 +38,9 @@ def attention_varlen(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    descale_q: Number | None = None,
+    descale_k: Number | None = None,
+    descale_v: Number | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within sequences of different lengths that lie behind each other, without padding.
 
@@ -45,13 +49,14 @@ def attention_varlen(
     memory outside the tensors is touched.
 
     Args:
-        q: [total_q, heads, head_dim], any strides; fp16, bf16 or fp32.
+        q: [total_q, heads, head_dim], any strides; fp16, bf16 or fp32; or fp8, e4m3, which has no gradients.
         k, v: [total_k, kv_heads, head_dim] and [total_k, kv_heads, head_dim_v].
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], cumulative lengths from 0.
         max_seqlen_q, max_seqlen_k: no sequence is longer; what lies beyond is not computed.
         causal, scale, return_lse, family, window, softcap, sinks: as for `attention`; a sequence's own lengths count.
         alibi_slopes: [heads] or [sequences, heads].
         seqused_k: int32 [sequences]; only so many keys of each sequence count.
+        descale_q, descale_k, descale_v: as for `attention`, [heads] or [sequences, heads], not by blocks.
 
     Returns:
         [total_q, heads, head_dim_v] and, if asked for, the log-sum-exp, fp32 [heads, total_q]; 0 and -inf for tokens
@@ -67,6 +72,14 @@ def attention_varlen(
     if not torch.compiler.is_compiling():
         check_lengths(q, k, v, lengths)
         check_device(q.device, family)
+    descales = Descales(descale_q, descale_k, descale_v)
+    if isinstance(q, Tensor) and (q.dtype == FP8 or descales.given):
+        check_descales(q, descales)
+        refuse_gradients(*(each for each in (q, k, v, sinks, *descales) if isinstance(each, Tensor)))
+        if torch.compiler.is_compiling():
+            raise UnsupportedError("attention_varlen of fp8 inputs is not traced: call it outside of torch.compile.")
+        out, lse = attend(q, k, v, causal_from(causal), scale, family, options, lengths, descales)
+        return (out, lse) if return_lse else out
     if q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
         q, k, v = (as_autocast(each, q.device.type) for each in (q, k, v))
     given = [each for each in (q, k, v, sinks) if isinstance(each, Tensor)]
