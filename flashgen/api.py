@@ -58,8 +58,7 @@ def attention(
 
     Args:
         q: [batch, heads, seq_q, head_dim], any strides; fp16, bf16 or fp32; or fp8, e4m3, which has no gradients.
-        k: [batch, kv_heads, seq_kv, head_dim]; query head h reads key head h // (heads // kv_heads).
-        v: [batch, kv_heads, seq_kv, head_dim_v].
+        k, v: [batch, kv_heads, seq_kv, head_dim] and head_dim_v; query head h reads head h // (heads // kv_heads).
         causal: True or "bottom_right" shows row i the keys j <= i + (seq_kv - seq_q); "top_left" j <= i.
         scale: multiplies the scores; default head_dim ** -0.5. Used as given: 0, or from 2**-100 to 2**126 in size.
         layout: "bshd" for tensors [batch, seq, heads, head_dim]; the output has the inputs' layout.
@@ -73,13 +72,12 @@ def attention(
         mask: bool, broadcastable likewise; True is seen.
         sinks: [heads]; one more logit of every row, which has no value; lse includes it.
         segment_ids_q: int [batch, seq_q], with segment_ids_kv [batch, seq_kv]; a row sees the keys with its own id.
-        descale_q, descale_k, descale_v: what fp8 inputs are multiplied by, the true q is q * descale_q: a number, or
-            fp32 that broadcasts to [heads], [batch, heads] or [batch, heads, blocks], with kv_heads for k and v, one
-            for each 128 tokens; in either layout. None is 1, negative numbers give NaN. P is rounded to e4m3, too.
+        descale_q, descale_k, descale_v: what fp8 inputs are multiplied by; None is 1. A number, or fp32 [], [heads],
+            [batch, heads] or, one for each 128 tokens, [batch, heads, blocks], in either layout; not negative.
 
     Returns:
-        [batch, heads, seq_q, head_dim_v] in the inputs' dtype, or autocast's; in bf16 of fp8 inputs. A row that sees no key is 0 and its lse
-        -inf, or the sink. Both are differentiable by q, k, v, bias and sinks, once; gradients are bitwise repeatable.
+        [batch, heads, seq_q, head_dim_v] in the inputs' dtype, or autocast's; bf16 of fp8. A row that sees no key is 0
+        and its lse -inf, or the sink. Differentiable by q, k, v, bias and sinks, once, bitwise repeatable.
 
     Raises:
         InputError: the arguments do not fit together.
@@ -92,10 +90,8 @@ def attention(
     ):  # fmt: skip
         return _plain(q, k, v, causal, scale, layout, return_lse, family)
     options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks)
-    descales = Descales(descale_q, descale_k, descale_v)
-    if isinstance(q, Tensor) and (q.dtype == FP8 or descales.given):
-        return attention_fp8(q, k, v, causal, scale, layout, return_lse, family, options, descales)
-    return _modified(q, k, v, causal, scale, layout, return_lse, family, options)
+    given = options, Descales(descale_q, descale_k, descale_v)
+    return _modified(q, k, v, causal, scale, layout, return_lse, family, *given)
 
 
 def _plain(
@@ -142,10 +138,13 @@ def _modified(
     return_lse: bool,
     family: str | None,
     options: Options,
+    descales: Descales,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """With options, judged before anything is launched."""
     if not all(isinstance(each, Tensor) for each in (q, k, v)):
         from_tensors(q, k, v, causal=causal, layout=layout)  # says which
+    if q.dtype == FP8 or descales.given:
+        return attention_fp8(q, k, v, causal, scale, layout, return_lse, family, options, descales)
     if q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
         q, k, v = (as_autocast(tensor, q.device.type) for tensor in (q, k, v))
         if isinstance(options.bias, Tensor) and options.bias.dtype != torch.float32:

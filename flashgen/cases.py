@@ -116,9 +116,10 @@ def _descales(spec: Spec, case: Case, like: Tensor, generator: torch.Generator) 
     for heads, length in ((sizes.heads, sizes.seq_q), (sizes.kv_heads, sizes.seq_kv), (sizes.kv_heads, sizes.seq_kv)):
         shape = (sizes.batch, heads, -(-length // BLOCK))[: 2 if spec.descale == "head" else 3]
         order = torch.exp2(torch.randn(shape[::-1], generator=generator) * 0.5)
-        drawn.append(order.permute(*reversed(range(len(shape)))).to(like.device))
+        drawn.append(order.permute(*reversed(range(len(shape)))))
     drawn[2][torch.rand(drawn[2].shape, generator=generator) < 0.1] = 0.0
-    return descales_from((sizes.batch, sizes.heads, sizes.kv_heads), (sizes.seq_q, sizes.seq_kv), like, Descales(*drawn))
+    given = Descales(*(each.to(like.device) for each in drawn))
+    return descales_from((sizes.batch, sizes.heads, sizes.kv_heads), (sizes.seq_q, sizes.seq_kv), like, given)
 
 
 def strided_like(values: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -22,7 +22,7 @@ from flashgen.hardware import Gpu
 from flashgen.paths import generated_dir
 from flashgen.render import kernel_options, render
 from flashgen.resources import Resources, resources_of
-from flashgen.spec import DESCALES, ELEMENT_BYTES, Spec
+from flashgen.spec import ELEMENT_BYTES, Spec
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -174,8 +174,7 @@ def _gluon_source(kernel: Any, blocks: Mapping[str, list[int]], spec: Spec, opti
     return GluonASTSource(kernel, ordered, constexprs=constants)
 
 
-# How Triton calls them, where that is another name than ours.
-_TYPES = {"fp8": "fp8e4nv"}
+_TYPES = {"fp8": "fp8e4nv"}  # Triton's names, where they differ
 # Pointers to contiguous fp32, whatever the spec's dtype; all but the last are allocated by us, thus aligned.
 FLOAT_POINTERS = ("LSE", "WORKSPACE", "DLSE")
 # Of a bias and its gradient the spec has the type.
@@ -205,8 +204,8 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
         elif parameter.annotation_type:
             signature[name] = parameter.annotation_type
             if aligned and name.startswith("stride_"):
-                written = ELEMENT_BYTES[spec.out_dtype] if name.startswith("stride_o") else spec.element_bytes
-                attributes[(index,)] = [["tt.divisibility", 16 // written]]
+                dtype = spec.out_dtype if name.startswith("stride_o") else spec.dtype
+                attributes[(index,)] = [["tt.divisibility", 16 // ELEMENT_BYTES[dtype]]]
         elif name in _MODIFIER_POINTERS:
             signature[name] = _MODIFIER_POINTERS[name] or f"*{spec.bias}"
             # The caller's own tensors: of the others nothing is known of where they start.
@@ -239,12 +238,10 @@ def kernel_resources(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOL
     scores = q.new_empty(1, group, WHOLE, seq_kv)
     strided = [scores for name in ("bias", "mask") if name in spec.features]
     slopes = [q.new_empty(1, group)] if spec.alibi else []
-    ranks = {"tensor": 0, "head": 2, "block": 3}
-    descales = [q.new_empty((1,) * ranks[spec.descale]) for _ in DESCALES] if ranks[spec.descale] else []
+    descales = {"tensor": [], "head": [scores[:, :, 0, 0]] * 3, "block": [scores[:, :, :1, 0]] * 3}[spec.descale]
     gradient = [scores] if spec.op == "backward" and "bias" in spec.features else []
-    options = next(
-        each.options for each in launches(variant, *tensors, *descales, *gradient, *slopes, *strided) if each.kernel == kernel
-    )
+    tensors = (*tensors, *descales, *gradient, *slopes, *strided)
+    options = next(each.options for each in launches(variant, *tensors) if each.kernel == kernel)
     return resources_of(compile_kernel(variant, gpu, kernel=kernel, options=options, aligned=aligned))
 
 

@@ -1,7 +1,7 @@
 """What fp8 inputs are multiplied by: a caller's numbers, judged and made alike for kernels, and inputs in wider types.
 
-fp8 is e4m3: three bits of mantissa, up to 448, no infinities. Whoever quantises a tensor divides it by a number first, so
-that its largest value fits; attention multiplies by that number again, in fp32: the true q is q * descale_q.
+fp8 is e4m3: three bits of mantissa, up to 448, no infinities. Whoever quantises a tensor divides it by a number first,
+so that its largest value fits; attention multiplies by that number again, in fp32: the true q is q * descale_q.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _judged(name: str, value: object, like: Tensor, whole: tuple[int, int, int],
     if wanted is None or any(size not in (1, most) for size, most in zip(value.shape, wanted, strict=True)):
         listed = ", ".join(str(list(shape)) for shape in allowed)
         raise InputError(
-            f"descale_{name} must broadcast to one of {listed}, but got {list(value.shape)}: one number for the tensor, "
-            f"for each head, for each of a batch{f', or for each block of {BLOCK} tokens' if blocks else ''}."
+            f"descale_{name} must broadcast to one of {listed}, but got {list(value.shape)}: one number for all of it, "
+            f"a head, a head of one of the batch{f', or a block of {BLOCK} tokens' if blocks else ''}."
         )
     return value
 
@@ -120,9 +120,7 @@ def dequantised(tensor: Tensor, descale: Number, dtype: torch.dtype) -> Tensor:
     wide = tensor.to(dtype)
     if not isinstance(descale, Tensor):
         return wide * descale
-    numbers = torch.where(descale >= 0, descale, math.nan).to(dtype)[..., None]
-    if numbers.dim() == 4:
-        numbers = numbers.repeat_interleave(BLOCK, 2)[:, :, : tensor.shape[2]]
-    else:
-        numbers = numbers[..., None]
-    return wide * numbers
+    numbers = torch.where(descale >= 0, descale, math.nan).to(dtype)
+    if numbers.dim() == 2:
+        return wide * numbers[..., None, None]
+    return wide * numbers.repeat_interleave(BLOCK, 2)[:, :, : tensor.shape[2], None]

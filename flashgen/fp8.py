@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from flashgen.autograd import fake_forward, is_direct
+from flashgen.autograd import fake_forward, is_direct, refuse_tangents
 from flashgen.descales import Descales, Number, check_descales, refuse_gradients
 from flashgen.errors import UnsupportedError
 from flashgen.modified import attend, judged
@@ -37,6 +38,8 @@ def attention_fp8(
     check_descales(q, descales)
     tensors = [each for each in (q, k, v, *options, *descales) if isinstance(each, Tensor)]
     refuse_gradients(*tensors)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(*tensors)
     mask = causal_from(causal)
     if is_direct(*tensors):
         out, lse = attend(q, k, v, mask, scale, layout, return_lse, family, options, descales)
@@ -92,7 +95,9 @@ forward_fp8.register_fake(fake_forward)
 
 
 def _map(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-    raise UnsupportedError("flashgen has no vmap over attention of fp8 inputs. Make the mapped dimension part of batch.")
+    raise UnsupportedError(
+        "flashgen has no vmap over attention of fp8 inputs. Make the mapped dimension part of the batch."
+    )
 
 
 forward_fp8.register_vmap(_map)

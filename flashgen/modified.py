@@ -36,15 +36,9 @@ _plans: dict[tuple[object, ...], Plan] = {}
 
 
 def judged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    layout: str,
-    family: str | None,
-    options: Options,
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, layout: str, family: str | None, options: Options,
     descales: Descales | None = None,
-) -> Modifiers:
+) -> Modifiers:  # fmt: skip
     """The options of a call in the form in which kernels take them; everything else about it is checked as well.
 
     Descales are for fp8 inputs, which need them, even if none is given.

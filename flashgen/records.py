@@ -18,6 +18,7 @@ Identity = tuple[str, tuple[int, int], int, int]
 
 _ENTRY_KEYS = ("spec", "bucket", "family", "config", "method", "problem", "time_us", "error", "versions")
 _GPU_KEYS = ("name", "backend", "capability", "num_sms", "shared_per_block")
+_OPTIONAL = (*FEATURES, "descale")
 
 # For untrusted values: aliases can make a small file's list enormous to print.
 _BRIEF = reprlib.Repr()
@@ -163,7 +164,7 @@ class Entry:
         config = mapping("config", plain["config"])
         family = family_named(_text("family", plain["family"]))
         return Entry(
-            spec=_record(Spec, "spec", plain["spec"], optional=(*FEATURES, "descale")),
+            spec=_record(Spec, "spec", plain["spec"], optional=_OPTIONAL),
             bucket=_record(Bucket, "bucket", plain["bucket"]),
             family=family.name,
             config=family.config({name: _scalar(f"config.{name}", number) for name, number in config.items()}),
@@ -178,7 +179,7 @@ class Entry:
 def label_of(value: object) -> str:
     """What a complaint calls an entry that may be wrong anywhere: its spec, if that much can be read."""
     try:
-        return _record(Spec, "spec", value.get("spec") if isinstance(value, dict) else None, (*FEATURES, "descale")).slug
+        return _record(Spec, "spec", value.get("spec") if isinstance(value, dict) else None, _OPTIONAL).slug
     except FlashgenError:
         return "spec unreadable"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashgen.descales import FP8
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.modifiers import Modifiers
-from flashgen.spec import DTYPE_NAMES, Causal, Descale, Layout, Problem, Spec
+from flashgen.spec import DTYPE_NAMES, BiasDType, Causal, Descale, Layout, Problem, Spec
 
 # fp8 is taken where descales are, forward only.
 GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -145,7 +145,7 @@ def with_features(spec: Spec, modifiers: Modifiers) -> Spec:
         spec,
         softcap=modifiers.softcap is not None,
         alibi=modifiers.alibi_slopes is not None,
-        bias="none" if modifiers.bias is None else DTYPE_NAMES[modifiers.bias.dtype],
+        bias="none" if modifiers.bias is None else cast(BiasDType, DTYPE_NAMES[modifiers.bias.dtype]),
         window=modifiers.window is not None,
         mask=modifiers.mask is not None,
         segments=modifiers.segment_ids_q is not None,

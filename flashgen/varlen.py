@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashgen.cpu import attend_on_cpu, gradients_on_cpu
-from flashgen.descales import FP8, Descales, check_descales, descales_from
+from flashgen.descales import FP8, Descales, check_descales, descales_from, refuse_gradients
 from flashgen.errors import InputError
 from flashgen.modified import planned
 from flashgen.modifiers import Modifiers, Options, check_cap, modifiers_from
@@ -150,6 +150,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output [total_q, heads, head_dim_v] and lse [heads, total_q]; 0 and -inf for tokens of no sequence."""
     lengths = check_lengths(q, k, v, lengths)
+    if descales is not None:
+        refuse_gradients(*(each for each in (q, k, v, *options, *descales) if isinstance(each, Tensor)))
     modifiers = _judged(q, k, v, scale, options, lengths, descales)
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     out = q.new_zeros((q.shape[0], q.shape[1], v.shape[2]), dtype=dtype)

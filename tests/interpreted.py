@@ -57,7 +57,7 @@ class Interpreter:
                 given.insert(names.index("workspace"), torch.full((size,), torch.nan))
             assert self._process.stdin is not None and self._process.stdout is not None
             # torch pickles no fp8: it travels as bytes.
-            sent = [each.view(torch.uint8) if isinstance(each, Tensor) and each.dtype == FP8 else each for each in given]
+            sent = [each.view(torch.uint8) if getattr(each, "dtype", None) == FP8 else each for each in given]
             pickle.dump((path, *sent), self._process.stdin)
             self._process.stdin.flush()
             answer = pickle.load(self._process.stdout)

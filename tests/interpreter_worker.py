@@ -23,7 +23,7 @@ def _run(path: Path, *arguments: object) -> tuple[object, object]:
     module = load_module(path)
     assert type(module.kernel).__name__ == "InterpretedFunction", "TRITON_INTERPRET was not set before triton's import"
     # q, k and v in bytes are fp8, which torch does not pickle.
-    inputs = (each.view(FP8) if isinstance(each, Tensor) and each.dtype == torch.uint8 else each for each in arguments[:3])
+    inputs = (each.view(FP8) if getattr(each, "dtype", None) == torch.uint8 else each for each in arguments[:3])
     module.launch(*inputs, *arguments[3:])
     o, lse = arguments[3:5]
     assert isinstance(o, Tensor)

@@ -38,7 +38,9 @@ def test_one_number_for_each_tensor(interpreter: Interpreter, causal: Causal) ->
     assert_right(interpreter.launcher(spec, _config()), spec, SMALL_CASES)
 
 
-@pytest.mark.parametrize(("descale", "causal"), [("head", "bottom_right"), ("block", "none"), ("block", "bottom_right")])
+@pytest.mark.parametrize(
+    ("descale", "causal"), [("head", "bottom_right"), ("block", "none"), ("block", "bottom_right")]
+)
 def test_numbers_of_heads_and_blocks(interpreter: Interpreter, descale: Descale, causal: Causal) -> None:
     spec = Spec("forward", 24, 40, "fp8", causal, descale=descale)
     assert_right(interpreter.launcher(spec, _config(32, 64, advance=1)), spec, (*SMALL_CASES[2:], BLOCKS))
