@@ -158,8 +158,12 @@ def _tiles(spec: Spec, gpu: Gpu) -> tuple[tuple[int, int, int, int], ...]:
     if spec.bias != "none" or spec.mask:
         # Their addresses, 64 bits an element, take as many registers as scores do: larger tiles spill in the loop.
         return (*(_FP8_SHARED_TILES[1:] if _shares_rows(spec, gpu) else ()), _TILES[-1], *_SMALL_TILES)
+    if _shares_rows(spec, gpu):
+        return (*_FP8_SHARED_TILES, *_SMALL_TILES)
     if spec.dtype == "fp8" and has_warpgroups(gpu):
-        return (*(_FP8_SHARED_TILES if _shares_rows(spec, gpu) else _FP8_TILES), *_TILES, *_SMALL_TILES)
+        # Rows that no 16-byte loads reach take registers for their addresses.
+        whole = spec.head_dim % 16 == 0 and spec.head_dim_v % 16 == 0
+        return (*(_FP8_TILES if whole else ()), *_TILES, *_SMALL_TILES)
     narrow = _NARROW_TILES if max(spec.block_d, spec.block_dv) <= 64 else ()
     return (*narrow, *_TILES, *_SMALL_TILES)
 
