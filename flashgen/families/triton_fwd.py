@@ -52,7 +52,9 @@ def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
         # V is turned around on its way, in a buffer of its own; small tiles become fp16 on machines with warpgroups.
         v = block_kv * spec.block_dv
         if _uses_wgmma(config, gpu):
-            return q + stages * (kv - v) + v, q + stages * kv + v + 1024
+            # What no 16-byte copies reach is not copied ahead.
+            ahead = stages if spec.head_dim % 16 == 0 else 1
+            return q + ahead * (kv - v) + v, q + stages * kv + v + 1024
         return q + (stages - 1) * kv, 2 * q + stages * kv + 2 * p
     if _uses_wgmma(config, gpu):
         low = q + (stages * kv if stages > 1 else kv // 2)
