@@ -145,7 +145,7 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
 
 def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], notes: tuple[str, ...]) -> Selection:
     refusals: list[str] = []
-    op = "" if spec.op == "forward" else f" --op {spec.op}"
+    op = ("" if spec.op == "forward" else f" --op {spec.op}") + (" --dtype fp8" if spec.dtype == "fp8" else "")
     features = [name for name in spec.features if name != "varlen"]
     also = f" --with {','.join(features)}" if features else ""
     hint = f"run `flashgen tune --gpu auto --head-dim {spec.head_dim}{op}{also}` there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import flashgen
 from flashgen import modified, plans
+from flashgen.benchmark import inputs, usual_modifiers
 from flashgen.cases import strided_like
 from flashgen.check import max_error
 from flashgen.compile import compile_kernel
@@ -27,6 +29,7 @@ from flashgen.reference import plain_attention, rounded_to_e4m3
 from flashgen.resources import resources_of
 from flashgen.select import Selection, select
 from flashgen.spec import Causal, Descale, Problem, Spec
+from flashgen.tensors import with_features
 
 SEQ_Q, SEQ_KV = 150, 300
 H100, L4 = Gpu.named("h100"), Gpu.named("l4")
@@ -275,3 +278,25 @@ def test_defaults_compile_for_gpus_that_are_not_here(each: Variant, gpu: Gpu) ->
 
 def test_text_is_formatted_and_clean(tmp_path: Path) -> None:
     assert_formatted_and_clean([each for each, _ in _variants()], tmp_path)
+
+
+@pytest.mark.parametrize("descale", ["tensor", "head", "block"])
+def test_what_is_timed(descale: Descale) -> None:
+    spec, problem = (
+        Spec(head_dim=16, head_dim_v=8, dtype="fp8", descale=descale, bias="bf16"),
+        Problem(2, 4, 2, 20, 150),
+    )
+    q, k, v = inputs(spec, problem, "cpu")
+    assert q.dtype == k.dtype == v.dtype == FP8 and v.shape == (2, 2, 150, 8) and q.float().std() > 0.5
+    modifiers = usual_modifiers(spec, problem, q)
+    given = dict(zip(spec.modifiers, modifiers.arguments("none"), strict=True))
+    assert list(given) == ["descale_q", "descale_k", "descale_v", "bias"] and given["bias"].dtype == torch.bfloat16  # type: ignore[union-attr]
+    assert with_features(replace(spec, bias="none", descale="tensor"), modifiers) == spec
+
+
+def test_fp8_is_tuned_apart() -> None:
+    selection = select(Spec(dtype="fp8", descale="block"), Problem(1, 16, 16, 4096, 4096), H100, None)
+    assert selection.variant.family.name == "triton_fwd" and "--dtype fp8" in selection.why
+    assert Spec(dtype="fp8", descale="block").plain == Spec(dtype="fp8")
+    assert "descale" not in Spec(dtype="fp8").stated and Spec(dtype="fp8", descale="head").stated["descale"] == "head"
+    assert Spec(dtype="fp8").out_dtype == "bf16" and Spec(dtype="fp16").out_dtype == "fp16"

@@ -55,7 +55,7 @@ def _entry_plain(gpu: Gpu, path: Path, entry: Entry) -> dict[str, object]:
 @options.op_option
 @options.head_dim_option
 @options.head_dim_v_option
-@options.dtype_option
+@options.kernel_dtype_option
 @click.option("--causal/--no-causal", default=False, show_default=True)
 @options.with_option
 @click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True, help="Length of q and k.")

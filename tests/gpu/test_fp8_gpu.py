@@ -177,7 +177,8 @@ def test_sequences_behind_each_other() -> None:
             *one, causal=True, descale_q=0.01, descale_k=numbers[index], descale_v=numbers[index]
         )
         assert isinstance(alone, Tensor)
-        assert torch.equal(alone[0].transpose(0, 1), o[part])
+        if length:
+            assert max_error(alone[0].transpose(0, 1), o[part]) <= 2.0**-7 * alone.abs().max().item()
 
 
 def test_captured_and_compiled() -> None:
