@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.autograd import forward_ad
 from flashgen.autograd import Attention, Direct, is_direct, is_watched, refuse_tangents
 from flashgen.descales import FP8, Descales, Number
 from flashgen.dispatch import attend
+from flashgen.dropout import drawn
+from flashgen.expressions.given import written
 from flashgen.fp8 import attention_fp8
 from flashgen.modified import judged
 from flashgen.modified_autograd import Modified, flat, run
@@ -26,6 +29,8 @@ from flashgen.tensors import (
     from_tensors,
     has_memory,
 )
+
+Mod = str | Callable[..., Any] | tuple[Any, Any]
 
 _direct: Any = Direct.apply
 _traceable: Any = Attention.apply
@@ -50,6 +55,12 @@ def attention(
     sinks: Tensor | None = None,
     segment_ids_q: Tensor | None = None,
     segment_ids_kv: Tensor | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    mod_tensors: Mapping[str, Tensor] | None = None,
+    dropout_p: float = 0,
+    dropout_seed: Tensor | tuple[int, int] | None = None,
+    generator: torch.Generator | None = None,
     descale_q: Number | None = None,
     descale_k: Number | None = None,
     descale_v: Number | None = None,
@@ -72,6 +83,17 @@ def attention(
         mask: bool, broadcastable likewise; True is seen.
         sinks: [heads]; one more logit of every row, which has no value; lse includes it.
         segment_ids_q: int [batch, seq_q], with segment_ids_kv [batch, seq_kv]; a row sees the keys with its own id.
+        score_mod: the caller's own expression of the scaled scores, before all of these: text with `score`, `batch`,
+            `head`, `q_idx`, `kv_idx`, `seq_q` and `seq_kv`, such as "score + 0.1 * (kv_idx - q_idx)"; or a function of
+            (score, batch, head, q_idx, kv_idx, *tensors by name), plain or of triton.jit. Its derivative by the score
+            is derived; of a pair, the second is the derivative. Operators are Triton's: // and % go towards zero.
+        mask_mod: likewise a condition of (batch, head, q_idx, kv_idx, *tensors); blocks outside are not visited where
+            arithmetic on the indices shows it.
+        mod_tensors: by name the tensors of which both read elements, as in "score + table[head, kv_idx - q_idx + 99]";
+            an index outside reads the nearest inside. Not differentiable.
+        dropout_p: this part of the probabilities is dropped, the rest divided by 1 - dropout_p; lse does not change.
+        dropout_seed: (seed, offset), or int64 [2] on q's device: equal ones drop the same, in any kernel.
+        generator: draws the seed where none is given; default the device's own, which torch.manual_seed sets.
         descale_q, descale_k, descale_v: what fp8 inputs are multiplied by; None is 1. A number, or fp32 [], [heads],
             [batch, heads] or, one for each 128 tokens, [batch, heads, blocks], in either layout; not negative.
 
@@ -85,13 +107,17 @@ def attention(
     """
     if (
         window is None and softcap is None and alibi_slopes is None and bias is None and mask is None
-        and sinks is None and segment_ids_q is None and segment_ids_kv is None
+        and sinks is None and segment_ids_q is None and segment_ids_kv is None and dropout_p == 0
+        and score_mod is None and mask_mod is None and mod_tensors is None
         and descale_q is None and descale_k is None and descale_v is None
     ):  # fmt: skip
         return _plain(q, k, v, causal, scale, layout, return_lse, family)
-    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks)
-    given = options, Descales(descale_q, descale_k, descale_v)
-    return _modified(q, k, v, causal, scale, layout, return_lse, family, *given)
+    options = Options(
+        softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, dropout_p, None, sinks,
+        *written(score_mod, mask_mod, mod_tensors),
+    )  # fmt: skip
+    descales = Descales(descale_q, descale_k, descale_v)
+    return _modified(q, k, v, causal, scale, layout, return_lse, family, options, descales, dropout_seed, generator)
 
 
 def _plain(
@@ -139,18 +165,22 @@ def _modified(
     family: str | None,
     options: Options,
     descales: Descales,
+    dropout_seed: object,
+    generator: torch.Generator | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """With options, judged before anything is launched."""
+    """With options, judged before anything is launched; those of the seed as the caller gave them."""
     if not all(isinstance(each, Tensor) for each in (q, k, v)):
         from_tensors(q, k, v, causal=causal, layout=layout)  # says which
     if q.dtype == FP8 or descales.given:
+        options = options._replace(dropout_seed=drawn(options.dropout_p, dropout_seed, generator, q.device))
         return attention_fp8(q, k, v, causal, scale, layout, return_lse, family, options, descales)
     if q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
         q, k, v = (as_autocast(tensor, q.device.type) for tensor in (q, k, v))
         if isinstance(options.bias, Tensor) and options.bias.dtype != torch.float32:
             options = options._replace(bias=as_autocast(options.bias, q.device.type))
     check_gradients(options)
-    tensors = [each for each in (q, k, v, *options) if isinstance(each, Tensor)]
+    options = options._replace(dropout_seed=drawn(options.dropout_p, dropout_seed, generator, q.device))
+    tensors = [each for each in (q, k, v, *options, *options.mod_tensors) if isinstance(each, Tensor)]
     if forward_ad._current_level >= 0:
         refuse_tangents(*tensors)
     wants_grad = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)

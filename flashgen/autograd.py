@@ -127,6 +127,18 @@ def folded(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor | None
     return [None if tensor is None else fold(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True)]
 
 
+def looped(
+    size: int, dims: tuple[int | None, ...], inputs: tuple[Any, ...], operator: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """What an operator returns for each of `size` mapped calls, one after the other, and where that is mapped."""
+    each = [
+        operator(*(given if dim is None else given.select(dim, index) for given, dim in zip(inputs, dims, strict=True)))
+        for index in range(size)
+    ]
+    results = tuple(torch.stack(result) for result in zip(*each, strict=True))
+    return results, (0,) * len(results)
+
+
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], Any]:
     o, lse = torch.ops.flashgen.forward(*folded(info.batch_size, in_dims[:3], inputs[:3]), *inputs[3:])
     with_lse = inputs[6]

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from flashgen.cases import mod_tensors
 from flashgen.descales import Descales, descales_from
 from flashgen.modifiers import Modifiers, Options, modifiers_from
-from flashgen.spec import TORCH_DTYPES, Problem, Spec
+from flashgen.spec import EXPRESSIONS, TORCH_DTYPES, Problem, Spec
 
 MIN_SAMPLES = 5
 
@@ -99,13 +100,27 @@ def inputs(spec: Spec, problem: Problem, device: str, seed: int = 0) -> tuple[to
 
 
 def usual_modifiers(spec: Spec, problem: Problem, q: torch.Tensor) -> Modifiers:
-    """What is timed where a spec has features: values of the usual sizes, for q of this problem.
+    """`usual_options` as kernels take them."""
+    sizes = (problem.batch, problem.heads, problem.seq_q, problem.seq_kv)
+    options = usual_options(spec, problem, q)
+    options |= {name: getattr(spec, name) for name in EXPRESSIONS if name in spec.features}
+    tables = mod_tensors(spec, q.device, torch.Generator().manual_seed(1))
+    found = modifiers_from(sizes, q, Options(**options, mod_tensors=tables))
+    if spec.dtype != "fp8":
+        return found
+    shape = {"tensor": (), "head": (1, 1), "block": (1, 1, 1)}[spec.descale]
+    one = 1.0 if spec.descale == "tensor" else torch.ones(shape, device=q.device)
+    heads, lengths = (problem.batch, problem.heads, problem.kv_heads), (problem.seq_q, problem.seq_kv)
+    return found._replace(descales=descales_from(heads, lengths, q, Descales(one, one, one)))
 
-    A window of 1,024 keys, four documents in a row, one bias and one mask for all heads.
+
+def usual_options(spec: Spec, problem: Problem, q: torch.Tensor) -> dict[str, Any]:
+    """What is timed where a spec has features, as `attention` takes it: values of the usual sizes, for this q.
+
+    A window of 1,024 keys, four documents in a row, one bias and one mask for all heads, a tenth dropped.
     """
     generator = torch.Generator(q.device).manual_seed(1)
-    sizes = (problem.batch, problem.heads, problem.seq_q, problem.seq_kv)
-    scores = sizes[2:]
+    scores = problem.seq_q, problem.seq_kv
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=q.device, generator=generator)
@@ -127,22 +142,21 @@ def usual_modifiers(spec: Spec, problem: Problem, q: torch.Tensor) -> Modifiers:
         options["mask"] = draw(*scores) < 2.0
     if spec.segments:
         options |= {"segment_ids_q": documents(problem.seq_q), "segment_ids_kv": documents(problem.seq_kv)}
+    if spec.dropout:
+        options |= {"dropout_p": 0.1, "dropout_seed": torch.ones(2, dtype=torch.int64, device=q.device)}
     if spec.sinks:
         options["sinks"] = draw(problem.heads)
-    found = modifiers_from(sizes, q, Options(**options))
-    if spec.dtype != "fp8":
-        return found
-    shape = {"tensor": (), "head": (1, 1), "block": (1, 1, 1)}[spec.descale]
-    one = 1.0 if spec.descale == "tensor" else torch.ones(shape, device=q.device)
-    heads = (problem.batch, problem.heads, problem.kv_heads)
-    return found._replace(descales=descales_from(heads, scores, q, Descales(one, one, one)))
+    return options
 
 
-def flops(spec: Spec, problem: Problem) -> float:
+def flops(spec: Spec, problem: Problem, pairs: int | None = None) -> float:
     """Floating-point operations of the products, masked pairs not counted.
 
     Of a backward those of the five that the math needs; recomputing some more often is no merit.
+
+    Args:
+        pairs: how many pairs of row and key are seen, over batch and heads, where more than `causal` hides some.
     """
     d, dv = spec.head_dim, spec.head_dim_v
     width = d + dv if spec.op == "forward" else 3 * d + 2 * dv
-    return 2.0 * problem.visible_pairs(spec.causal) * width
+    return 2.0 * (problem.visible_pairs(spec.causal) if pairs is None else pairs) * width

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashgen.descales import BLOCK, Descales, descales_from
+from flashgen.expressions.given import TYPES
 from flashgen.modifiers import Modifiers, Options, modifiers_from
 from flashgen.spec import TORCH_DTYPES, Problem, Spec
 
@@ -96,9 +97,13 @@ def modifiers(spec: Spec, case: Case, device: str, like: Tensor, seed: int = 2) 
         "window": {"window": (37, 11)},
         "mask": {"mask": mask.to(device)},
         "segments": {"segment_ids_q": ids(sizes.seq_q, 0), "segment_ids_kv": ids(sizes.seq_kv, 1)},
+        # All 64 bits of the seed count.
+        "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor([-0x123456789ABCDEF, 0x89ABCDEF]).to(device)},
         "sinks": {"sinks": torch.randn(sizes.heads, generator=generator).to(device) * 3},
+        "score_mod": {"score_mod": spec.score_mod},
+        "mask_mod": {"mask_mod": spec.mask_mod},
     }
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"mod_tensors": mod_tensors(spec, device, generator)}
     for feature in spec.features:
         options |= given[feature]
     found = modifiers_from(whole, like, Options(**options))
@@ -120,6 +125,22 @@ def _descales(spec: Spec, case: Case, like: Tensor, generator: torch.Generator) 
     drawn[2][torch.rand(drawn[2].shape, generator=generator) < 0.1] = 0.0
     given = Descales(*(each.to(like.device) for each in drawn))
     return descales_from((sizes.batch, sizes.heads, sizes.kv_heads), (sizes.seq_q, sizes.seq_kv), like, given)
+
+
+def mod_tensors(spec: Spec, device: str | torch.device, generator: torch.Generator) -> list[Tensor]:
+    """What a spec's expressions read: 97 elements a dimension, whole numbers in runs from 0 on, as documents have."""
+    found = []
+    for name, rank in spec.tensors:
+        shape = (97,) * rank
+        if name.startswith(("fp", "bf")):
+            values = torch.randn(shape, generator=generator)
+        elif name == "bool":
+            values = torch.rand(shape, generator=generator) < 0.7
+        else:
+            values = (torch.rand(shape, generator=generator) < 0.05).cumsum(-1)
+        dtype = next(each for each, known in TYPES.items() if known == name)
+        found.append(values.to(device, dtype))
+    return found
 
 
 def strided_like(values: Tensor, order: tuple[int, ...]) -> Tensor:

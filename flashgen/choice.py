@@ -47,7 +47,8 @@ def choose(
 ) -> Lookup:
     """Decide entry by entry: measured before estimated, exact bucket before nearest, earlier file, faster.
 
-    Where none is for a spec with features, those for it without them are asked, by what its family can do with them.
+    Where none is for a spec with features, those for it with other expressions are asked, then those for it without
+    features, by what its family can do with them.
 
     Args:
         tuned: entries for this GPU with their files, first look-up first.
@@ -62,9 +63,14 @@ def choose(
         path, entry = candidate
         return entry.bucket.distance(bucket), place[path], entry.us_per_score
 
-    for wanted in dict.fromkeys((spec, spec.plain)):
-        same = [(path, entry) for path, entry in tuned if entry.spec.tuned_as == wanted.tuned_as]
-        notes.append(f"{len(same)} of {len(tuned)} entries for {gpu.name} are for {wanted.tuned_as.label}.")
+    sought = [(spec.tuned_as.label, [each for each in tuned if each[1].spec.tuned_as == spec.tuned_as])]
+    if spec.kind != spec.tuned_as:
+        sought.append(("other expressions", [each for each in tuned if each[1].spec.kind == spec.kind]))
+    if spec != spec.plain:
+        plain = spec.plain.tuned_as
+        sought.append((plain.label, [each for each in tuned if each[1].spec.tuned_as == plain]))
+    for label, same in sought:
+        notes.append(f"{len(same)} of {len(tuned)} entries for {gpu.name} are for {label}.")
         usable = _usable(same, spec, gpu, families, notes)
         for method in ("measured", "estimated"):
             of_method = [(path, entry) for path, entry in usable if entry.method == method]

@@ -180,9 +180,11 @@ FLOAT_POINTERS = ("LSE", "WORKSPACE", "DLSE")
 # Of a bias and its gradient the spec has the type.
 _MODIFIER_POINTERS = {
     "ALIBI_SLOPES": "*fp32", "BIAS": None, "DBIAS": None, "MASK": "*u8", "SEGMENT_IDS_Q": "*i32",
-    "SEGMENT_IDS_KV": "*i32", "SINKS": "*fp32", "DESCALE_Q": "*fp32", "DESCALE_K": "*fp32",
+    "SEGMENT_IDS_KV": "*i32", "DROPOUT_SEED": "*i64", "SINKS": "*fp32", "DESCALE_Q": "*fp32", "DESCALE_K": "*fp32",
     "DESCALE_V": "*fp32", "CU_SEQLENS_Q": "*i32", "CU_SEQLENS_K": "*i32", "SEQUSED_K": "*i32",
 }  # fmt: skip
+
+_MOD_TYPES = {"int32": "i32", "int64": "i64", "bool": "u8"}
 
 
 def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: bool) -> Any:
@@ -206,6 +208,9 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
             if aligned and name.startswith("stride_"):
                 dtype = spec.out_dtype if name.startswith("stride_o") else spec.dtype
                 attributes[(index,)] = [["tt.divisibility", 16 // ELEMENT_BYTES[dtype]]]
+        elif name.startswith("MOD"):
+            element = spec.tensors[int(name[3:])][0]
+            signature[name] = "*" + _MOD_TYPES.get(element, element)
         elif name in _MODIFIER_POINTERS:
             signature[name] = _MODIFIER_POINTERS[name] or f"*{spec.bias}"
             # The caller's own tensors: of the others nothing is known of where they start.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from flashgen.cpu import attend_on_cpu
 from flashgen.descales import FP8, Descales, Number, check_descales, descales_from
 from flashgen.errors import InputError
+from flashgen.expressions.given import written
 from flashgen.gradients import forget as forget_gradients
 from flashgen.gradients import remember
 from flashgen.modified import attend as attend_modified
@@ -139,6 +140,12 @@ def explain(
     sinks: Tensor | None = None,
     segment_ids_q: Tensor | None = None,
     segment_ids_kv: Tensor | None = None,
+    score_mod: object = None,
+    mask_mod: object = None,
+    mod_tensors: Mapping[str, Tensor] | None = None,
+    dropout_p: float = 0,
+    dropout_seed: object = None,
+    generator: torch.Generator | None = None,
     descale_q: Number | None = None,
     descale_k: Number | None = None,
     descale_v: Number | None = None,
@@ -155,7 +162,11 @@ def explain(
         raise InputError(
             f"explain is about kernels on a GPU, but the tensors are on {q.device}: plain torch runs there."
         )
-    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks)
+    seed = q.new_empty(2, dtype=torch.int64)  # whatever it is, and whatever was given
+    options = Options(
+        softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, dropout_p, seed, sinks,
+        *written(score_mod, mask_mod, mod_tensors),
+    )  # fmt: skip
     modifiers = modifiers_from((problem.batch, problem.heads, problem.seq_q, problem.seq_kv), q, options)
     descales = Descales(descale_q, descale_k, descale_v)
     check_descales(q, descales)

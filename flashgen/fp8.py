@@ -12,7 +12,7 @@ from flashgen.autograd import fake_forward, is_direct, refuse_tangents
 from flashgen.descales import Descales, Number, check_descales, refuse_gradients
 from flashgen.errors import UnsupportedError
 from flashgen.modified import attend, judged
-from flashgen.modified_autograd import flat
+from flashgen.modified_autograd import flat, options_from
 from flashgen.modifiers import Options
 from flashgen.tensors import causal_from
 
@@ -36,7 +36,7 @@ def attention_fp8(
         UnsupportedError: no kernel does this, or something requires its gradient.
     """
     check_descales(q, descales)
-    tensors = [each for each in (q, k, v, *options, *descales) if isinstance(each, Tensor)]
+    tensors = [each for each in (q, k, v, *options, *options.mod_tensors, *descales) if isinstance(each, Tensor)]
     refuse_gradients(*tensors)
     if forward_ad._current_level >= 0:
         refuse_tangents(*tensors)
@@ -72,6 +72,14 @@ def compute(
     mask: Tensor | None,
     segment_ids_q: Tensor | None,
     segment_ids_kv: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    score_mod: str | None,
+    mask_mod: str | None,
+    mod0: Tensor | None,
+    mod1: Tensor | None,
+    mod2: Tensor | None,
+    mod3: Tensor | None,
     sinks: Tensor | None,
     descale_q: Tensor | None,
     descale_k: Tensor | None,
@@ -81,9 +89,9 @@ def compute(
     number_v: float | None,
 ) -> tuple[Tensor, Tensor]:
     """(output, lse), lse empty when it is not wanted; of each descale the tensor or the number, or neither."""
-    options = Options(
-        softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, window=(window_left, window_right), mask=mask,
-        segment_ids_q=segment_ids_q, segment_ids_kv=segment_ids_kv, sinks=sinks,
+    options = options_from(
+        softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, dropout_p,
+        dropout_seed, score_mod, mask_mod, mod0, mod1, mod2, mod3, sinks,
     )  # fmt: skip
     pairs = ((descale_q, number_q), (descale_k, number_k), (descale_v, number_v))
     descales: list[Number | None] = [number if tensor is None else tensor for tensor, number in pairs]

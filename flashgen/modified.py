@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashgen.cpu import attend_on_cpu, gradients_on_cpu
 from flashgen.descales import FP8, Descales, check_descales, descales_from
+from flashgen.expressions.given import types_of
 from flashgen.gradients import Plan, check_results, remember
 from flashgen.modifiers import Modifiers, Options, check_cap, modifiers_from
 from flashgen.spec import Op
@@ -203,6 +204,13 @@ def forget() -> None:
     _plans.clear()
 
 
+def _kind(value: object) -> object:
+    """What of a modifier kernels are compiled for, or bound to."""
+    if isinstance(value, Tensor):
+        return value.stride(), value.dtype, value.data_ptr() & 15
+    return value if isinstance(value, str) else value is None
+
+
 def planned(
     op: Op,
     tensors: Sequence[Tensor],
@@ -217,10 +225,7 @@ def planned(
     key = (
         op, causal, layout, family, varlen, q.dtype is torch.float32 and tf32_allowed(),
         *((each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15) for each in tensors),
-        *(
-            (each.stride(), each.dtype, each.data_ptr() & 15) if isinstance(each, Tensor) else each is None
-            for each in (*modifiers, *(modifiers.descales or ()))
-        ),
+        *(_kind(each) for each in (*modifiers, *(modifiers.descales or ()))), types_of(modifiers.mod_tensors),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is not None:

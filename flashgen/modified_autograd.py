@@ -5,14 +5,16 @@ One pair for all options, apart from the plain one, whose calls stay short.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashgen.autograd import fake_forward, folded, is_direct, no_second_derivative, save_nothing
+from flashgen.autograd import fake_forward, folded, is_direct, looped, no_second_derivative, save_nothing
 from flashgen.errors import UnsupportedError
+from flashgen.expressions.given import MAX_TENSORS
 from flashgen.modified import attend, gradients
 from flashgen.modifiers import Options, window_sides
 from flashgen.tensors import empty_gradient
@@ -20,14 +22,30 @@ from flashgen.tensors import empty_gradient
 # Where the options begin among the arguments of either operator, and the ranks of those that have a batch.
 _FORWARD_OPTIONS, _BACKWARD_OPTIONS = 8, 10
 _RANKS = {"alibi_slopes": 2, "bias": 4, "mask": 4, "segment_ids_q": 2, "segment_ids_kv": 2}
+# A list of tensors would be beyond torch's older vmap, by which it batches gradients.
+_MODS = tuple(f"mod{index}" for index in range(MAX_TENSORS))
 _FLAT = (
-    "softcap", "alibi_slopes", "bias", "window_left", "window_right", "mask", "segment_ids_q", "segment_ids_kv", "sinks"
+    "softcap", "alibi_slopes", "bias", "window_left", "window_right", "mask", "segment_ids_q", "segment_ids_kv",
+    "dropout_p", "dropout_seed", "score_mod", "mask_mod", *_MODS, "sinks",
 )  # fmt: skip
+_TENSORS = (*_RANKS, "dropout_seed", *_MODS, "sinks")
+# What of a call depends on the place in its own batch.
+_OWN = tuple(_FLAT.index(name) for name in ("dropout_seed", "score_mod", "mask_mod"))
 
 
 def flat(options: Options) -> tuple[Any, ...]:
     """Options as the operators take them, the window as two numbers."""
-    return (*options[:3], *window_sides(options.window), *options[4:])
+    known = options._asdict() | dict(zip(("window_left", "window_right"), window_sides(options.window), strict=True))
+    known |= itertools.zip_longest(_MODS, options.mod_tensors)
+    return tuple(known[name] for name in _FLAT)
+
+
+def options_from(*given: Any) -> Options:
+    """Back from `flat`, of which the sinks may be left out."""
+    known = dict(zip(_FLAT, given, strict=False))
+    window = known.pop("window_left"), known.pop("window_right")
+    tables = [known.pop(name) for name in _MODS]
+    return Options(window=window, mod_tensors=[each for each in tables if each is not None], **known)
 
 
 def compute(
@@ -47,11 +65,24 @@ def compute(
     mask: Tensor | None,
     segment_ids_q: Tensor | None,
     segment_ids_kv: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    score_mod: str | None,
+    mask_mod: str | None,
+    mod0: Tensor | None,
+    mod1: Tensor | None,
+    mod2: Tensor | None,
+    mod3: Tensor | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(output, lse), lse empty when it is not wanted; gradients need it. Options as `flashgen.attention` takes them."""
-    window = window_left, window_right
-    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, sinks)
+    """(output, lse), lse empty when it is not wanted; gradients need it.
+
+    Options as `flashgen.attention` takes them, expressions in canonical form.
+    """
+    options = options_from(
+        softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, dropout_p,
+        dropout_seed, score_mod, mask_mod, mod0, mod1, mod2, mod3, sinks,
+    )  # fmt: skip
     return attend(q, k, v, causal, scale, layout, return_lse, family, options)
 
 
@@ -78,11 +109,21 @@ def compute_gradients(
     mask: Tensor | None,
     segment_ids_q: Tensor | None,
     segment_ids_kv: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    score_mod: str | None,
+    mask_mod: str | None,
+    mod0: Tensor | None,
+    mod1: Tensor | None,
+    mod2: Tensor | None,
+    mod3: Tensor | None,
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias) of what `forward_modified` computed, dbias empty when it is not wanted."""
-    window = window_left, window_right
-    options = Options(softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv)
+    options = options_from(
+        softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, dropout_p,
+        dropout_seed, score_mod, mask_mod, mod0, mod1, mod2, mod3,
+    )  # fmt: skip
     return gradients(q, k, v, o, lse, do, dlse, causal, scale, layout, options, of_bias)
 
 
@@ -91,7 +132,7 @@ backward_modified = torch.library.custom_op("flashgen::backward_modified", mutat
 
 @backward_modified.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bias, of_bias = others[9], others[15]
+    bias, of_bias = others[9], others[-1]
     dbias = q.new_empty(0) if bias is None or not of_bias else bias.new_empty(bias.shape)
     return empty_gradient(q), empty_gradient(k), empty_gradient(v), dbias
 
@@ -113,9 +154,9 @@ def _run_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     options = dict(zip(_FLAT, inputs[_FORWARD_OPTIONS:], strict=True))
     ctx.causal, ctx.scale, ctx.layout, ctx.with_lse = inputs[3:7]
-    ctx.numbers = {name: options[name] for name in ("softcap", "window_left", "window_right")}
+    ctx.numbers = {name: options[name] for name in _FLAT if name not in _TENSORS}
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3], *output, *(options[name] for name in _RANKS), options["sinks"])
+    ctx.save_for_backward(*inputs[:3], *output, *(options[name] for name in _TENSORS))
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -125,9 +166,9 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
         )
     found: dict[str, Tensor | None] = {}
     if do is not None or dlse is not None:
-        q, k, v, o, lse, *tensors, sinks = ctx.saved_tensors
+        q, k, v, o, lse, *tensors = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        options = dict(zip(_RANKS, tensors, strict=True)) | ctx.numbers
+        options = dict(zip(_TENSORS, tensors, strict=True)) | ctx.numbers
         of_bias = ctx.needs_input_grad[_FORWARD_OPTIONS + _FLAT.index("bias")]
         of_sinks = ctx.needs_input_grad[_FORWARD_OPTIONS + _FLAT.index("sinks")]
         # With a graph of the backward, which torch.func always makes, it would be differentiated again.
@@ -136,7 +177,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
         dq, dk, dv, dbias = operator(q, k, v, o, lse, do, dlse, ctx.causal, ctx.scale, ctx.layout, *given, of_bias)
         found = {"q": dq, "k": dk, "v": dv, "bias": dbias if of_bias else None}
         if of_sinks:
-            found["sinks"] = sinks_gradient(sinks, o, lse, do, dlse, ctx.layout)
+            found["sinks"] = sinks_gradient(options["sinks"], o, lse, do, dlse, ctx.layout)
     return tuple(found.get(name) for name in ("q", "k", "v", *[""] * 5, *_FLAT))
 
 
@@ -176,8 +217,11 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...], f
     return results
 
 
-def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], Any]:
-    if in_dims[-1] is not None:
+def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], Any]:
+    # What depends on a call's own batch goes one after the other, with the seeds that vmap has drawn.
+    if any(inputs[_FORWARD_OPTIONS + place] is not None for place in _OWN):
+        return looped(info.batch_size, in_dims, inputs, torch.ops.flashgen.forward_modified)
+    if in_dims[_FORWARD_OPTIONS + _FLAT.index("sinks")] is not None:
         raise UnsupportedError(
             "flashgen has no vmap over sinks, which all of a batch share. Loop over them, or make each mapped call's "
             "heads part of one call's heads."
@@ -191,6 +235,8 @@ def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tu
 
 
 def _map_backward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], Any]:
+    if any(inputs[_BACKWARD_OPTIONS + place] is not None for place in _OWN):
+        return looped(info.batch_size, in_dims, inputs, torch.ops.flashgen.backward_modified)
     *main, dbias = torch.ops.flashgen.backward_modified(*_fold(info, in_dims, inputs, _BACKWARD_OPTIONS))
     results = [result.unflatten(0, (info.batch_size, -1)) for result in main]
     place = _BACKWARD_OPTIONS + _FLAT.index("bias")

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashgen.descales import FP8, Descales
+from flashgen.dropout import Dropout, dropout_from
 from flashgen.errors import InputError
+from flashgen.expressions.given import judge
 
 # An open side of a window; with lengths below it every sum of two such numbers is an int32.
 UNLIMITED = 2**29
+# Whole numbers up to here are exact in fp32.
+EXACT = 2**24
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _as_bytes(value: Any) -> Any:
+    return value.view(torch.uint8) if isinstance(value, Tensor) and value.dtype == torch.bool else value
 
 
 class Modifiers(NamedTuple):
@@ -29,8 +37,12 @@ class Modifiers(NamedTuple):
         mask: bool [batch, heads, seq_q, seq_kv]; True is seen, as in SDPA.
         segment_ids_q: int32 [batch, seq_q]; a row sees the keys with its own id.
         segment_ids_kv: int32 [batch, seq_kv].
+        dropout: which probabilities are dropped, after the softmax.
         sinks: fp32 [heads], or fp64 for fp64 inputs: one more logit of every row, which has no value (GPT-OSS). The
             log-sum-exp includes it: that of a row that sees no key is the sink.
+        score_mod: canonical expression of the scaled scores (flashgen.expressions), before all of this.
+        mask_mod: canonical condition for what is seen.
+        mod_tensors: what they read, contiguous.
         descales: what fp8 inputs are multiplied by, before all that.
     """
 
@@ -41,25 +53,30 @@ class Modifiers(NamedTuple):
     mask: Tensor | None = None
     segment_ids_q: Tensor | None = None
     segment_ids_kv: Tensor | None = None
+    dropout: Dropout | None = None
     sinks: Tensor | None = None
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    mod_tensors: tuple[Tensor, ...] = ()
     descales: Descales | None = None
 
     def arguments(self, causal: str) -> tuple[Tensor | float, ...]:
         """What kernels take of it: descales, then every other field that there is, in order.
 
-        The window is two numbers, bool are bytes.
+        The window is two numbers, bool are bytes. Expressions are part of the kernel; their tensors come with their
+        sizes.
         """
         found = [] if self.descales is None else [each for each in self.descales if each is not None]
         for value in self:
-            if isinstance(value, Descales):
-                continue
-            if isinstance(value, tuple):
-                left, right = value
+            if isinstance(value, Dropout):
+                found += value.arguments
+            elif value is self.window is not None:
+                left, right = self.window
                 found += [left, right if causal == "none" else 0]
-            elif isinstance(value, Tensor) and value.dtype == torch.bool:
-                found.append(value.view(torch.uint8))
-            elif value is not None:
-                found.append(value)
+            elif isinstance(value, (Tensor, float)):
+                found.append(_as_bytes(value))
+        for tensor in self.mod_tensors:
+            found += [_as_bytes(tensor), *tensor.shape]
         return tuple(found)
 
     def to(self, change: Callable[[Tensor], Tensor]) -> Modifiers:
@@ -85,7 +102,10 @@ class Options(NamedTuple):
         window: (left, right), each a number of keys or None.
         mask: bool, broadcastable likewise.
         segment_ids_q, segment_ids_kv: integers [batch, seq_q] and [batch, seq_kv]; both or neither.
+        dropout_p: from 0 to 1.
+        dropout_seed: int64 [2]; flashgen.dropout.drawn makes it of what a caller gives.
         sinks: [heads].
+        score_mod, mask_mod, mod_tensors: as flashgen.expressions.given.written returns them.
     """
 
     softcap: float | None = None
@@ -95,7 +115,12 @@ class Options(NamedTuple):
     mask: Tensor | None = None
     segment_ids_q: Tensor | None = None
     segment_ids_kv: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
     sinks: Tensor | None = None
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    mod_tensors: Sequence[Tensor] = ()
 
 
 def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Options) -> Modifiers:
@@ -110,6 +135,9 @@ def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Opti
         InputError: an option is not what Options says, or does not fit the call.
     """
     batch, heads, seq_q, seq_kv = sizes
+    for name in ("alibi_slopes", "score_mod"):
+        if getattr(options, name) is not None and max(seq_q, seq_kv) >= EXACT:
+            raise InputError(f"{name} needs lengths below {EXACT}, but got {seq_q} and {seq_kv}.")
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
     slopes = _floats("alibi_slopes", options.alibi_slopes, like)
     if slopes is not None:
@@ -132,7 +160,11 @@ def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Opti
         mask=_mask(options.mask, sizes, like),
         segment_ids_q=ids[0],
         segment_ids_kv=ids[1],
+        dropout=dropout_from(options.dropout_p, options.dropout_seed, like),
         sinks=None if sink is None else sink.to(wide).contiguous(),
+        score_mod=options.score_mod,
+        mask_mod=options.mask_mod,
+        mod_tensors=judge(options.score_mod, options.mask_mod, options.mod_tensors, like.device),
     )
 
 
@@ -147,11 +179,12 @@ def check_cap(options: Options, scale: float | None) -> None:
 
 def check_gradients(options: Options) -> None:
     """Refuse to differentiate by what has no gradient here; where a call is made, since inside no graph is seen."""
-    slopes = options.alibi_slopes
-    if isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled():
-        raise InputError(
-            "alibi_slopes have no gradient here, but they require one: detach() them, or make a bias of them."
-        )
+    for name, tensors in (("alibi_slopes", [options.alibi_slopes]), ("mod_tensors", options.mod_tensors)):
+        wanted = any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
+        if wanted and torch.is_grad_enabled():
+            raise InputError(
+                f"{name} have no gradient here, but they require one: detach() them, or make a bias of them."
+            )
 
 
 def window_sides(value: object) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ class FlashAttention(nn.Module):
         d_model: width of x, of the context and of the output.
         heads: number of query heads.
         kv_heads: number of key and value heads, a divisor of heads; default heads.
-        head_dim: width of one head, 1 to 256; default d_model // heads.
+        head_dim: width of one head, 1 to 576; default d_model // heads.
         causal: False, True, "bottom_right" or "top_left", as for `flashgen.attention`.
         bias: whether the four projections have one.
         scale: multiplies the scores; default head_dim ** -0.5.

@@ -11,14 +11,13 @@ from flashgen.errors import FlashgenError, InputError, did_you_mean
 from flashgen.families import family_named
 from flashgen.hardware import Gpu
 from flashgen.space import Config
-from flashgen.spec import FEATURES, Bucket, Problem, Spec
+from flashgen.spec import OPTIONAL, Bucket, Problem, Spec
 
 Method = Literal["measured", "estimated"]
 Identity = tuple[str, tuple[int, int], int, int]
 
 _ENTRY_KEYS = ("spec", "bucket", "family", "config", "method", "problem", "time_us", "error", "versions")
 _GPU_KEYS = ("name", "backend", "capability", "num_sms", "shared_per_block")
-_OPTIONAL = (*FEATURES, "descale")
 
 # For untrusted values: aliases can make a small file's list enormous to print.
 _BRIEF = reprlib.Repr()
@@ -164,7 +163,7 @@ class Entry:
         config = mapping("config", plain["config"])
         family = family_named(_text("family", plain["family"]))
         return Entry(
-            spec=_record(Spec, "spec", plain["spec"], optional=_OPTIONAL),
+            spec=_spec(plain["spec"]),
             bucket=_record(Bucket, "bucket", plain["bucket"]),
             family=family.name,
             config=family.config({name: _scalar(f"config.{name}", number) for name, number in config.items()}),
@@ -179,7 +178,7 @@ class Entry:
 def label_of(value: object) -> str:
     """What a complaint calls an entry that may be wrong anywhere: its spec, if that much can be read."""
     try:
-        return _record(Spec, "spec", value.get("spec") if isinstance(value, dict) else None, _OPTIONAL).slug
+        return _spec(value.get("spec") if isinstance(value, dict) else None).slug
     except FlashgenError:
         return "spec unreadable"
 
@@ -224,6 +223,14 @@ def _record(kind: type[_Record], what: str, value: object, optional: Collection[
     names = [field.name for field in fields(kind)]
     plain = mapping(what, value, [name for name in names if name not in optional], optional)
     return kind(**{name: _scalar(f"{what}.{name}", item) for name, item in plain.items()})
+
+
+def _spec(value: object) -> Spec:
+    """A Spec whose expressions are digests: what is run comes from callers, never from a file."""
+    spec = _record(Spec, "spec", value, optional=OPTIONAL)
+    if spec != spec.named:
+        raise InputError(f"score_mod and mask_mod of spec must be digests such as '#0123456789ab', but got {spec}.")
+    return spec
 
 
 def _scalar(what: str, value: object) -> Any:

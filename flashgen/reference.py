@@ -16,6 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashgen.dropout import kept
+from flashgen.expressions.evaluate import evaluate
+from flashgen.expressions.given import derivative_of, mask_of, score_of, types_of
 from flashgen.modifiers import NOTHING, Modifiers
 
 
@@ -26,8 +29,12 @@ def visible_keys(
     device: torch.device | None = None,
     modifiers: Modifiers = NOTHING,
     keys: slice = slice(None),
+    heads: tuple[int, int] = (1, 1),
 ) -> Tensor:
-    """Which of these keys each row sees: bool [seq_q, keys], or [batch, heads or 1, seq_q, keys] where that differs."""
+    """Which of these keys each row sees: bool [seq_q, keys], or [batch, heads or 1, seq_q, keys] where that differs.
+
+    `heads` has the sizes of batch and heads, which an expression may ask for.
+    """
     first, stop, _ = keys.indices(seq_kv)
     distance = torch.arange(first, stop, device=device) - torch.arange(seq_q, device=device)[:, None]
     if causal != "top_left":
@@ -41,17 +48,45 @@ def visible_keys(
     if modifiers.segment_ids_q is not None and modifiers.segment_ids_kv is not None:
         same = modifiers.segment_ids_q[:, :, None] == modifiers.segment_ids_kv[:, None, keys]
         seen = seen & same[:, None]
+    if modifiers.mask_mod is not None:
+        condition = mask_of(modifiers.mask_mod, types_of(modifiers.mod_tensors))
+        places = _places(*heads, seq_q, seq_kv, keys, device)
+        seen = seen & evaluate(condition, places, modifiers.mod_tensors, torch.float64)
     return seen
 
 
+def _places(
+    batch: int, heads: int, seq_q: int, seq_kv: int, keys: slice, device: torch.device | None
+) -> dict[str, Tensor]:
+    """What an expression may name, but for the score: for [batch, heads, seq_q, keys]."""
+    first, stop, _ = keys.indices(seq_kv)
+    return {
+        "batch": torch.arange(batch, device=device)[:, None, None, None],
+        "head": torch.arange(heads, device=device)[:, None, None],
+        "q_idx": torch.arange(seq_q, device=device)[:, None],
+        "kv_idx": torch.arange(first, stop, device=device),
+        "seq_q": torch.tensor(seq_q, device=device),
+        "seq_kv": torch.tensor(seq_kv, device=device),
+    }
+
+
 def modified(
-    scores: Tensor, seq_kv: int, modifiers: Modifiers, keys: slice = slice(None)
+    scores: Tensor, seq_kv: int, modifiers: Modifiers, keys: slice = slice(None), derived: bool = False
 ) -> tuple[Tensor, Tensor | float]:
-    """Scaled scores [batch, heads, seq_q, keys] with soft cap, ALiBi and bias, and the derivative by what they were."""
+    """Scaled scores [batch, heads, seq_q, keys] with all that is done to them; `derived`: and the derivative by what
+    they were.
+    """
     slope: Tensor | float = 1.0
+    if modifiers.score_mod is not None:
+        batch, heads, seq_q, _ = scores.shape
+        places = _places(batch, heads, seq_q, seq_kv, keys, scores.device) | {"score": scores}
+        given = (modifiers.score_mod, types_of(modifiers.mod_tensors))
+        if derived:
+            slope = evaluate(derivative_of(*given), places, modifiers.mod_tensors, scores.dtype)
+        scores = evaluate(score_of(*given), places, modifiers.mod_tensors, scores.dtype).expand(scores.shape)
     if modifiers.softcap is not None:
         capped = torch.tanh(scores / modifiers.softcap)
-        scores, slope = capped * modifiers.softcap, 1 - capped**2
+        scores, slope = capped * modifiers.softcap, slope * (1 - capped**2)
     if modifiers.alibi_slopes is not None:
         first, stop, _ = keys.indices(seq_kv)
         seq_q = scores.shape[-2]
@@ -61,6 +96,19 @@ def modified(
     if modifiers.bias is not None:
         scores = scores + modifiers.bias[..., keys].to(scores.dtype)
     return scores, slope
+
+
+def stays_of(p: Tensor, seq_kv: int, modifiers: Modifiers, keys: slice = slice(None)) -> Tensor | None:
+    """What dropout multiplies P [batch, heads, seq_q, keys] with, 0 or 1 / (1 - p); None where there is no dropout."""
+    if modifiers.dropout is None:
+        return None
+    places = range(*keys.indices(seq_kv))
+    return kept(modifiers.dropout, p.shape[:2], p.shape[2], places).to(p.dtype) * modifiers.dropout.scale
+
+
+def dropped(values: Tensor, stays: Tensor | None) -> Tensor:
+    """P, or the gradient of what it became, where `stays` says so."""
+    return values if stays is None else values * stays
 
 
 def plain_attention(
@@ -88,9 +136,11 @@ def plain_attention(
     q, k, v = rounding(q), rounding(k), rounding(v)
     scores = _statistics_dtype((_grouped(q, k) @ k[:, :, None].transpose(-1, -2)) * scale).flatten(1, 2)
     scores, _ = modified(scores, k.shape[2], modifiers)
-    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers)
+    seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers, heads=(q.shape[0], q.shape[1]))
     p, lse = _softmax(scores.masked_fill(~seen, -math.inf), modifiers.sinks)
-    o = rounding(_grouped(rounding_p(p).to(v.dtype), k)) @ v[:, :, None]
+    # Rounded before, since the row's largest one, of which rounding takes its unit, may be dropped.
+    p = dropped(rounding_p(p), stays_of(p, k.shape[2], modifiers))
+    o = rounding(_grouped(p.to(v.dtype), k)) @ v[:, :, None]
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
 
@@ -132,13 +182,14 @@ def tiled_attention(
         keys = slice(start, start + block_kv)
         scores = (grouped @ k[:, :, None, keys].to(wide).transpose(-1, -2)).flatten(1, 2)
         scores, _ = modified(scores, seq_kv, modifiers, keys)
-        seen = visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, keys)
+        seen = visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, keys, (q.shape[0], q.shape[1]))
         scores = scores.masked_fill(~seen, -math.inf)
         new_max = torch.maximum(row_max, scores.amax(-1))
         safe_max = new_max.masked_fill(new_max == -math.inf, 0.0)
         p = torch.exp(scores - safe_max[..., None])
         rescale = torch.exp(row_max - safe_max)
         row_sum = row_sum * rescale + p.sum(-1)
+        p = dropped(p, stays_of(p, seq_kv, modifiers, keys))
         acc = acc * rescale[..., None] + (_grouped(p, k) @ v[:, :, None, keys].to(wide)).flatten(1, 2)
         row_max = new_max
     empty = row_sum == 0
@@ -190,11 +241,9 @@ def tiled_backward(
     seq_kv = k.shape[2]
     queries, do = _grouped(q, k).to(wide), _grouped(do, k).to(wide)
     delta = (do.flatten(1, 2) * o.to(wide)).sum(-1, keepdim=True)
-    if dlse is not None:
-        delta = delta - dlse[..., None]
+    delta = delta if dlse is None else delta - dlse[..., None]
     dq = torch.zeros_like(queries)
-    dk = torch.zeros(k.shape, dtype=wide, device=k.device)
-    dv = torch.zeros(v.shape, dtype=wide, device=v.device)
+    dk, dv = (torch.zeros(each.shape, dtype=wide, device=each.device) for each in (k, v))
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(-inf - -inf) would be NaN where a row sees nothing
     dbias = None if modifiers.bias is None else torch.zeros(modifiers.bias.shape, dtype=wide, device=q.device)
     # Scaled before the product, as in the forward: of large scores another rounding is another P.
@@ -202,15 +251,18 @@ def tiled_backward(
     for start in range(0, seq_kv, block_kv):
         block = slice(start, start + block_kv)
         keys, values = k[:, :, None, block].to(wide), v[:, :, None, block].to(wide)
-        scores, slope = modified((scaled @ keys.transpose(-1, -2)).flatten(1, 2), seq_kv, modifiers, block)
-        hidden = ~visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, block)
+        scores = (scaled @ keys.transpose(-1, -2)).flatten(1, 2)
+        scores, slope = modified(scores, seq_kv, modifiers, block, derived=True)
+        hidden = ~visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, block, (q.shape[0], q.shape[1]))
         p = torch.exp(scores - lse[..., None]).masked_fill(hidden, 0.0)
-        ds = (p * ((do @ values.transpose(-1, -2)).flatten(1, 2) - delta)).masked_fill(hidden, 0.0)
+        stays = stays_of(p, seq_kv, modifiers, block)
+        dp = dropped((do @ values.transpose(-1, -2)).flatten(1, 2), stays)
+        ds = (p * (dp - delta)).masked_fill(hidden, 0.0)
         if dbias is not None:
             dbias[..., block] = ds
         # What is hidden may be infinite before the cap, whose slope there is 0, or NaN.
         ds = _grouped((ds * slope).masked_fill(hidden, 0.0), k)
-        dv[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", _grouped(p, k), do)
+        dv[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", _grouped(dropped(p, stays), k), do)
         dk[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", ds, queries) * scale
         dq += ds @ keys * scale
     dsinks = None

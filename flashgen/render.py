@@ -94,6 +94,7 @@ def render(variant: Variant, *, interpreter: bool = False, standalone: bool = Fa
             "aligned": variant.family.aligned,
             **variant.family.derived(spec),
             "torch_dtype": str(TORCH_DTYPES[spec.dtype]),
+            "bias_dtype": str(TORCH_DTYPES.get(spec.bias, TORCH_DTYPES["fp32"])),
             # What the products round to: the dtype itself, or TF32's ten bits of mantissa, which are fp16's.
             "rounding_dtype": "torch.float16" if spec.precision == "tf32" else str(TORCH_DTYPES[spec.dtype]),
             "causal_words": {"none": "", "bottom_right": ", causal (bottom-right)", "top_left": ", causal (top-left)"}[

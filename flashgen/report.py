@@ -170,12 +170,14 @@ def outcome_to_plain(outcome: Outcome) -> dict[str, object]:
 def comparison_table(rows: Sequence[Row], memory: bool) -> Table:
     """One line per problem, one column per implementation: TFLOP/s, or peak memory beyond the inputs."""
     names = list(dict.fromkeys(row.name for row in rows))
-    table = Table(title="Peak memory beyond the inputs, MB" if memory else "TFLOP/s (time in us)")
-    for heading in ("spec", "batch", "seq", *names):
+    title = "TFLOP/s (time in us), by the GFLOP of the pairs that are seen"
+    table = Table(title="Peak memory beyond the inputs, MB" if memory else title)
+    for heading in ("spec", "batch", "seq", "GFLOP", *names):
         table.add_column(heading, justify="left" if heading == "spec" else "right")
     cells = {(row.label, row.problem, row.name): row for row in rows}
     for label, problem in dict.fromkeys((row.label, row.problem) for row in rows):
-        values = [_cell(cells[label, problem, name], memory) for name in names]
+        found = [cells[label, problem, name] for name in names]
+        values = [f"{found[0].flops / 1e9:.4g}", *(_cell(row, memory) for row in found)]
         table.add_row(label, str(problem.batch), str(problem.seq_q), *values)
     return table
 

@@ -13,7 +13,7 @@ from flashgen.families import Family, Variant, families_of, family_named
 from flashgen.hardware import Gpu
 from flashgen.records import Versions
 from flashgen.render import template_hash
-from flashgen.spec import Bucket, Problem, Spec
+from flashgen.spec import EXPRESSIONS, Bucket, Problem, Spec
 from flashgen.store import lookup
 from flashgen.version import VERSION
 
@@ -128,10 +128,11 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
     how = "exactly this bucket" if found.found.how == "exact" else "the nearest tuned bucket"
     stale = (found.found.stale,) if found.found.stale else ()
     why = f"{how} ({tuned_for}), {entry.time.median_us:.1f} us {entry.method}"
-    if spec != spec.plain and entry.spec == entry.spec.plain:
+    if entry.spec.tuned_as != spec.tuned_as:
         # Its time is that of another kernel.
         lacks = " and ".join(spec.features) or f"descales of each {spec.descale}"
-        why = f"{how} ({tuned_for}), tuned for {entry.spec.label}, without its {lacks}"
+        other = f"without its {lacks}" if entry.spec == entry.spec.plain else "with other expressions"
+        why = f"{how} ({tuned_for}), tuned for {entry.spec.label}, {other}"
     return Selection(
         variant=Variant(family_named(entry.family), spec, entry.config),
         gpu=gpu,
@@ -146,9 +147,15 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
 def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], notes: tuple[str, ...]) -> Selection:
     refusals: list[str] = []
     op = ("" if spec.op == "forward" else f" --op {spec.op}") + (" --dtype fp8" if spec.dtype == "fp8" else "")
-    features = [name for name in spec.features if name != "varlen"]
+    features = [name for name in spec.features if name not in ("varlen", *EXPRESSIONS)]
     also = f" --with {','.join(features)}" if features else ""
-    hint = f"run `flashgen tune --gpu auto --head-dim {spec.head_dim}{op}{also}` there"
+    # Expressions that read tensors cannot be written on a command line.
+    mods = [name for name in EXPRESSIONS if name in spec.features and not spec.tensors]
+    also += "".join(f" --{name.replace('_', '-')} '{getattr(spec, name)}'" for name in mods)
+    width = (
+        f"{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"{spec.head_dim} --head-dim-v {spec.head_dim_v}"
+    )
+    hint = f"run `flashgen tune --gpu auto --head-dim {width}{op}{also}` there"
     for candidate in sorted(candidates, key=lambda each: each.least_pairs > bucket.seq_q * bucket.seq_kv):
         config = candidate.default(spec, gpu)
         rejection = candidate.refuses(spec, config, gpu)

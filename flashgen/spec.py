@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -36,14 +38,20 @@ MODIFIERS = {
     "window": ("window_left", "window_right"),
     "mask": ("mask",),
     "segments": ("segment_ids_q", "segment_ids_kv"),
+    "dropout": ("dropout_threshold", "dropout_scale", "dropout_seed"),
     "sinks": ("sinks",),
+    "score_mod": (),
+    "mask_mod": (),
     "varlen": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "total_q", "total_k"),
 }
 FEATURES = tuple(MODIFIERS)
 # What fp8 inputs are multiplied by, which kernels take before all modifiers.
 DESCALES = ("descale_q", "descale_k", "descale_v")
+EXPRESSIONS = ("score_mod", "mask_mod")
+# Files leave out what a spec does not have.
+OPTIONAL = (*FEATURES, "mod_tensors", "descale")
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 MAX_SIZE = 2**31 - 512  # the kernels' sizes are int32, and they round up to a block
 
 
@@ -52,21 +60,41 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+# Up to as many columns a head is one tile.
+MAX_TILE_WIDTH = 256
+
+
+@functools.cache
+def parts_of(width: int) -> tuple[tuple[int, int], ...]:
+    """The tiles that hold the columns of one head: (first column, width), widths powers of two of at least 16.
+
+    16 is tl.dot's minimum. Wide heads take two where that saves columns: 576 is 512 and 64, not 1024.
+    """
+    whole = max(16, next_power_of_2(width))
+    first = whole // 2
+    rest = max(16, next_power_of_2(max(1, width - first)))
+    return ((0, first), (first, rest)) if width > MAX_TILE_WIDTH and rest < first else ((0, whole),)
+
+
 @dataclass(frozen=True)
 class Spec:
     """What a kernel computes. Every field changes the answer, so every field is part of a variant's identity.
 
     Attributes:
         op: `"forward"`: O = softmax(Q K^T * scale) V and LSE; `"backward"`: dQ, dK and dV of it.
-        head_dim: true, unpadded width of q and k, 1 to 256.
-        head_dim_v: true width of v and of the output, 1 to 256.
+        head_dim: true, unpadded width of q and k, 1 to 576; of fp8 to 256.
+        head_dim_v: true width of v and of the output, likewise.
         dtype: element type of q, k, v and the output; "fp8" is e4m3, whose output is bf16, forward only.
         causal: `"bottom_right"` shows row i the keys j <= i + (seq_kv - seq_q); `"top_left"` j <= i.
         precision: how fp32 inputs multiply: `"ieee"` is true fp32, `"tf32"` the tensor cores' format.
             16-bit inputs have exact products either way and always say `"ieee"`.
         softcap, alibi, window, mask, segments, sinks: whether the scores are modified so (flashgen.modifiers).
+        dropout: whether probabilities are dropped (flashgen.dropout).
         bias: element type of what is added to them; `"none"` when nothing is.
+        score_mod, mask_mod: canonical expressions (flashgen.expressions), or `"#"` and the digest of one; `"none"`
+            without.
         varlen: whether sequences of different lengths lie behind each other, as `attention_varlen` takes them.
+        mod_tensors: type and rank of the tensors that expressions read, such as `"fp32[1] int64[2]"`.
         descale: what has a number of its own that fp8 inputs are multiplied by: each of q, k and v ("tensor"), each of
             their heads, or each block of tokens of a head (flashgen.descales).
     """
@@ -83,8 +111,12 @@ class Spec:
     window: bool = False
     mask: bool = False
     segments: bool = False
+    dropout: bool = False
     sinks: bool = False
+    score_mod: str = "none"
+    mask_mod: str = "none"
     varlen: bool = False
+    mod_tensors: str = "none"
     descale: Descale = "tensor"
 
     def __post_init__(self) -> None:
@@ -104,31 +136,58 @@ class Spec:
                     "Split wider heads, or use torch's scaled_dot_product_attention for them."
                 )
         for field in FEATURES:
-            if field != "bias" and type(getattr(self, field)) is not bool:
-                raise InputError(f"{field} must be true or false, but got {getattr(self, field)!r}.")
+            wanted = str if field in _TEXTS else bool
+            if type(getattr(self, field)) is not wanted:
+                what = "text" if wanted is str else "true or false"
+                raise InputError(f"{field} must be {what}, but got {getattr(self, field)!r}.")
+        self._check_fp8()
+        if self.op == "backward" and self.sinks:
+            raise InputError("sinks=True is for op='forward': a backward finds the sinks in the log-sum-exp.")
+        if self.varlen and {"bias", "mask", "segments", *EXPRESSIONS}.intersection(self.features):
+            raise InputError(
+                f"varlen=True goes with no bias, mask, segments or mods, but got {', '.join(self.features)}."
+            )
+        if self.precision == "tf32" and self.dtype != "fp32":
+            raise InputError(f"precision='tf32' is for fp32 inputs, but got dtype={self.dtype!r}.")
+
+    def _check_fp8(self) -> None:
         if self.op == "backward" and self.dtype == "fp8":
-            raise InputError("dtype='fp8' is for op='forward': there is no backward of fp8 inputs.")
+            raise InputError("there is no backward of fp8 inputs, but got op='backward'. Pass 16 bits.")
+        if self.wide and self.dtype == "fp8":
+            raise InputError(
+                f"fp8 inputs have heads of at most {MAX_TILE_WIDTH}, but got head_dim={self.head_dim}, "
+                f"head_dim_v={self.head_dim_v}. Pass wider ones in 16 bits."
+            )
         if self.descale != "tensor" and (self.dtype != "fp8" or (self.varlen and self.descale == "block")):
             raise InputError(
                 f"descale={self.descale!r} is for fp8 inputs, and blocks for those that are not varlen, but got "
                 f"dtype={self.dtype!r}, varlen={self.varlen}."
             )
-        if self.op == "backward" and self.sinks:
-            raise InputError("sinks=True is for op='forward': a backward finds the sinks in the log-sum-exp.")
-        if self.varlen and {"bias", "mask", "segments"}.intersection(self.features):
-            raise InputError(f"varlen=True goes with no bias, mask or segments, but got {', '.join(self.features)}.")
-        if self.precision == "tf32" and self.dtype != "fp32":
-            raise InputError(f"precision='tf32' is for fp32 inputs, but got dtype={self.dtype!r}.")
 
     @property
     def block_d(self) -> int:
-        """Width of the q and k tiles: head_dim padded to a power of two of at least 16 (tl.dot's minimum)."""
-        return max(16, next_power_of_2(self.head_dim))
+        """Width of the q and k tiles: head_dim padded as `parts_of` says."""
+        return sum(width for _, width in self.parts)
 
     @property
     def block_dv(self) -> int:
         """Width of the v and o tiles."""
-        return max(16, next_power_of_2(self.head_dim_v))
+        return sum(width for _, width in self.parts_v)
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The tiles of q and k: (first column, width)."""
+        return parts_of(self.head_dim)
+
+    @property
+    def parts_v(self) -> tuple[tuple[int, int], ...]:
+        """The tiles of v and o."""
+        return parts_of(self.head_dim_v)
+
+    @property
+    def wide(self) -> bool:
+        """Whether a head may be more than one tile, so that kernels hold tuples of them."""
+        return max(self.head_dim, self.head_dim_v) > MAX_TILE_WIDTH
 
     @property
     def element_bytes(self) -> int:
@@ -148,18 +207,43 @@ class Spec:
     def modifiers(self) -> tuple[str, ...]:
         """The names of what its kernels take for its features, as flashgen.modifiers.Modifiers.arguments gives them."""
         scaling = DESCALES if self.dtype == "fp8" else ()
-        return (*scaling, *(name for feature in self.features for name in MODIFIERS[feature]))
+        names = [*scaling, *(name for feature in self.features for name in MODIFIERS[feature])]
+        for index, (_, rank) in enumerate(self.tensors):
+            names += [f"mod{index}", *(f"mod{index}_size_{axis}" for axis in range(rank))]
+        return tuple(names)
+
+    @property
+    def tensors(self) -> tuple[tuple[str, int], ...]:
+        """Type and rank of every tensor that its expressions read."""
+        listed = [] if self.mod_tensors == "none" else self.mod_tensors.split(" ")
+        return tuple((name, int(rank)) for name, rank in (each.removesuffix("]").split("[") for each in listed))
 
     @property
     def stated(self) -> dict[str, object]:
         """Its fields by name; of FEATURES only those that it has, so that others leave no trace in files."""
-        absent = set(FEATURES).difference(self.features) | ({"descale"} if self.descale == "tensor" else set())
-        return {name: value for name, value in asdict(self).items() if name not in absent}
+        absent = {name for name, nothing in _PLAIN.items() if getattr(self, name) == nothing}
+        return {name: value for name, value in asdict(self.named).items() if name not in absent}
+
+    @property
+    def named(self) -> Spec:
+        """The same with digests for expressions: what files know of them, which never hold what is run."""
+        texts: dict[str, Any] = {
+            name: f"#{digest(value)}"
+            for name in EXPRESSIONS
+            if (value := getattr(self, name)) != "none" and not value.startswith("#")
+        }
+        return replace(self, **texts) if texts else self
 
     @property
     def backward(self) -> Spec:
         """The spec of its gradients, which find the sinks in the log-sum-exp."""
         return replace(self, op="backward", sinks=False)
+
+    @property
+    def kind(self) -> Spec:
+        """The same with any expressions in the place of its own: such kernels do alike."""
+        own: dict[str, Any] = {name: "#" for name in EXPRESSIONS if getattr(self, name) != "none"}
+        return replace(self.tuned_as, mod_tensors="none", **own) if own else self.tuned_as
 
     @property
     def plain(self) -> Spec:
@@ -177,7 +261,10 @@ class Spec:
             parts.append("causal" if self.causal == "bottom_right" else "causal_top_left")
         if self.descale != "tensor":
             parts.append(f"descale_{self.descale}")
-        parts += [f"bias_{self.bias}" if name == "bias" and self.bias != self.dtype else name for name in self.features]
+        for name in self.features:
+            value = getattr(self.named, name)
+            own = name != "bias" or value != self.dtype
+            parts.append(f"{name}_{value.removeprefix('#')}" if isinstance(value, str) and own else name)
         return "_".join(parts)
 
     @property
@@ -188,10 +275,17 @@ class Spec:
     @property
     def tuned_as(self) -> Spec:
         """The spec under which tuned configs are kept: the two causal alignments differ by one constant."""
-        return replace(self, causal="bottom_right") if self.causal == "top_left" else self
+        named = self.named
+        return replace(named, causal="bottom_right") if named.causal == "top_left" else named
 
 
-_PLAIN: dict[str, Any] = {name: "none" if name == "bias" else False for name in FEATURES} | {"descale": "tensor"}
+_TEXTS = ("bias", *EXPRESSIONS)
+_PLAIN: dict[str, Any] = {field.name: field.default for field in fields(Spec) if field.name in OPTIONAL}
+
+
+def digest(text: str) -> str:
+    """Twelve hex digits that stand for a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

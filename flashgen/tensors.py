@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashgen.descales import FP8
 from flashgen.errors import InputError, UnsupportedError
+from flashgen.expressions.given import types_of
 from flashgen.modifiers import Modifiers
 from flashgen.spec import DTYPE_NAMES, BiasDType, Causal, Descale, Layout, Problem, Spec
 
@@ -149,7 +150,11 @@ def with_features(spec: Spec, modifiers: Modifiers) -> Spec:
         window=modifiers.window is not None,
         mask=modifiers.mask is not None,
         segments=modifiers.segment_ids_q is not None,
+        dropout=modifiers.dropout is not None,
         sinks=modifiers.sinks is not None and spec.op == "forward",
+        score_mod=modifiers.score_mod or "none",
+        mask_mod=modifiers.mask_mod or "none",
+        mod_tensors=" ".join(f"{name}[{rank}]" for name, rank in types_of(modifiers.mod_tensors)) or "none",
         descale=_descale(modifiers),
     )
 

@@ -106,8 +106,11 @@ def tune(
     rejections: list[Rejection] = []
     interrupted = False
     start = time.monotonic()
-    for number, family in enumerate(request.families, 1):
-        deadline = start + request.budget_s * number / len(request.families)
+    able = [family for family in request.families if family.space(request.spec, request.gpu).usable]
+    for family in request.families:
+        # Those that refuse everything need no time.
+        number = able.index(family) + 1 if family in able else 0
+        deadline = start + request.budget_s * number / max(1, len(able))
         with open_journal(request.gpu.name) as journal:
             name = _study_name(request, family)
             if not request.resume:

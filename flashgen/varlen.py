@@ -230,6 +230,8 @@ def _sequences(lengths: Lengths, modifiers: Modifiers) -> Iterator[tuple[slice, 
             stop = min(stop, start + int(lengths.seqused_k[index]))
         slopes = modifiers.alibi_slopes
         own = modifiers if slopes is None else modifiers._replace(alibi_slopes=slopes[index : index + 1])
+        if own.dropout is not None:
+            own = own._replace(dropout=own.dropout._replace(first=index))
         if own.descales is not None:
             parts = (each[index : index + 1] if isinstance(each, Tensor) else each for each in own.descales)
             own = own._replace(descales=Descales(*parts))

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from flashgen.autograd import is_direct, no_second_derivative, refuse_tangents, save_nothing
 from flashgen.descales import FP8, Descales, Number
+from flashgen.dropout import drawn
 from flashgen.errors import UnsupportedError
 from flashgen.modified_autograd import sinks_gradient
 from flashgen.modifiers import Options, check_gradients, window_sides
@@ -17,17 +18,11 @@ from flashgen.tensors import as_autocast, causal_from, check_device
 from flashgen.varlen import Lengths, attend, check_lengths, gradients
 
 # The place of `sinks` among the operator's arguments, the last of them.
-_SINKS = 16
+_SINKS = 18
 
 
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *,
     causal: bool | str = False,
     scale: float | None = None,
@@ -38,10 +33,13 @@ def attention_varlen(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    dropout_p: float = 0,
+    dropout_seed: Tensor | tuple[int, int] | None = None,
+    generator: torch.Generator | None = None,
     descale_q: Number | None = None,
     descale_k: Number | None = None,
     descale_v: Number | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention within sequences of different lengths that lie behind each other, without padding.
 
     Sequence s has the queries cu_seqlens_q[s] to cu_seqlens_q[s + 1] and the keys cu_seqlens_k[s] to
@@ -56,6 +54,7 @@ def attention_varlen(
         causal, scale, return_lse, family, window, softcap, sinks: as for `attention`; a sequence's own lengths count.
         alibi_slopes: [heads] or [sequences, heads].
         seqused_k: int32 [sequences]; only so many keys of each sequence count.
+        dropout_p, dropout_seed, generator: as for `attention`, whose batch sequences are, each from row and key 0 on.
         descale_q, descale_k, descale_v: of fp8, as for `attention`, but with sequences for batch and without blocks.
 
     Returns:
@@ -72,6 +71,7 @@ def attention_varlen(
     if not torch.compiler.is_compiling():
         check_lengths(q, k, v, lengths)
         check_device(q.device, family)
+    options = options._replace(dropout_p=dropout_p, dropout_seed=drawn(dropout_p, dropout_seed, generator, q.device))
     descales = Descales(descale_q, descale_k, descale_v)
     if q.dtype == FP8 or descales.given:
         if torch.compiler.is_compiling():
@@ -103,7 +103,7 @@ def _attend(
     operator: Any = Varlen.apply if wants_grad and not torch.compiler.is_compiling() else _run
     results: tuple[Tensor, Tensor] = operator(
         q, k, v, *lengths, causal, scale, return_lse or wants_grad, family, options.softcap,
-        *window_sides(options.window), options.alibi_slopes, options.sinks,
+        *window_sides(options.window), options.dropout_p, options.alibi_slopes, options.dropout_seed, options.sinks,
     )  # fmt: skip
     return results
 
@@ -124,11 +124,16 @@ def compute(
     softcap: float | None,
     window_left: int | None,
     window_right: int | None,
+    dropout_p: float,
     alibi_slopes: Tensor | None,
+    dropout_seed: Tensor | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(output, lse), lse empty when it is not wanted; gradients need it."""
-    options = Options(softcap=softcap, alibi_slopes=alibi_slopes, window=(window_left, window_right), sinks=sinks)
+    options = Options(
+        softcap=softcap, alibi_slopes=alibi_slopes, window=(window_left, window_right), dropout_p=dropout_p,
+        dropout_seed=dropout_seed, sinks=sinks,
+    )  # fmt: skip
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
     out, lse = attend(q, k, v, causal, scale, family, options, lengths)
     return out, lse if return_lse else lse.new_empty(0)
@@ -163,10 +168,15 @@ def backward_varlen(
     softcap: float | None,
     window_left: int | None,
     window_right: int | None,
+    dropout_p: float,
     alibi_slopes: Tensor | None,
+    dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of what `forward_varlen` computed."""
-    options = Options(softcap=softcap, alibi_slopes=alibi_slopes, window=(window_left, window_right))
+    options = Options(
+        softcap=softcap, alibi_slopes=alibi_slopes, window=(window_left, window_right), dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )  # fmt: skip
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
     return gradients(q, k, v, o, lse, do, dlse, causal, scale, options, lengths)
 
@@ -185,9 +195,9 @@ def _run(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *lengths, ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.causal, ctx.scale, ctx.with_lse, _ = inputs[:12]
-    ctx.numbers = inputs[12:15]
+    ctx.numbers = inputs[12:16]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, *lengths, *inputs[15:])
+    ctx.save_for_backward(q, k, v, *output, *lengths, *inputs[16:])
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -197,13 +207,13 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
         )
     if do is None and dlse is None:
         return (None,) * (_SINKS + 1)
-    q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes, sinks = ctx.saved_tensors
+    q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes, seed, sinks = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
     # With a graph of the backward, which torch.func always makes, its operator would be differentiated again.
     operator: Any = VarlenGradients.apply if torch.is_grad_enabled() else torch.ops.flashgen.backward_varlen
     dq, dk, dv = operator(
         q, k, v, o, lse, do, dlse, cu_seqlens_q, cu_seqlens_k, seqused_k, ctx.max_seqlen_q, ctx.max_seqlen_k,
-        ctx.causal, ctx.scale, *ctx.numbers, slopes,
+        ctx.causal, ctx.scale, *ctx.numbers, slopes, seed,
     )  # fmt: skip
     dsinks = None
     if ctx.needs_input_grad[_SINKS]:

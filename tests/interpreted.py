@@ -19,8 +19,10 @@ from torch import Tensor
 from flashgen import check
 from flashgen.cases import Case
 from flashgen.check import Launch
+from flashgen.combinations import allowed, traits
 from flashgen.compile import write_source
 from flashgen.descales import FP8
+from flashgen.expressions.given import types_of
 from flashgen.families import FAMILIES, Variant
 from flashgen.launch import arguments_of
 from flashgen.modifiers import Modifiers
@@ -115,8 +117,24 @@ def spec_of(op: Op, q: Tensor, v: Tensor, modifiers: Modifiers, causal: Causal) 
         window=modifiers.window is not None,
         mask=modifiers.mask is not None,
         segments=modifiers.segment_ids_q is not None,
+        dropout=modifiers.dropout is not None,
         sinks=modifiers.sinks is not None,
+        score_mod=modifiers.score_mod or "none",
+        mask_mod=modifiers.mask_mod or "none",
+        mod_tensors=" ".join(f"{name}[{rank}]" for name, rank in types_of(modifiers.mod_tensors)) or "none",
     )
+
+
+def walked(op: Op) -> list[tuple[str, str]]:
+    """Pairs of features to run for the op; heads as wide as can be take too long, and sequences need other tensors."""
+    every = traits()
+    return [
+        pair
+        for pair in allowed(op)
+        # A backward finds sinks in the log-sum-exp: it is that of the other feature.
+        if "varlen" not in pair and not (op == "backward" and "sinks" in pair)
+        and not any("head_dim" in every[name] for name in pair)
+    ]  # fmt: skip
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

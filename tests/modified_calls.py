@@ -37,7 +37,10 @@ def options(*features: str, seq_q: int = 4, seq_kv: int = 6, dtype: torch.dtype 
             "segment_ids_q": torch.arange(seq_q).expand(2, seq_q) // 3,
             "segment_ids_kv": torch.arange(seq_kv).expand(2, seq_kv) // 4,
         },
+        "dropout": {"dropout_p": 0.4, "dropout_seed": torch.tensor([2**40 + 7, 11])},
         "sinks": {"sinks": random(4, seed=8, dtype=dtype)},
+        "score_mod": {"score_mod": "score * (1.0 + 0.1 * head) + 0.1 * (kv_idx - q_idx)"},
+        "mask_mod": {"mask_mod": "(kv_idx + 1 < q_idx) | (kv_idx % 4 < 3)"},
     }
     found: dict[str, Any] = {}
     for feature in features:

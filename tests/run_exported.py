@@ -72,12 +72,48 @@ def check(module: Any) -> None:
     assert not out[:, :, :17].any() and (lse[:, :, :17] == -math.inf).all() and out[:, :, 17:].all(-1).all()
 
 
+def check_options(module: Any) -> None:
+    """The same of a file with options."""
+    import torch
+
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, seq, width).half() for heads, seq, width in ((4, 19, 24), (2, 21, 24), (2, 21, 40))
+    )
+    given = module.some_options(q, k)
+    for scale in (None, 0.5, 0.0, -0.3):
+        out, lse = module.attention(q, k, v, scale=scale, return_lse=True, **given)
+        expected = module.reference(q, k, v, 24**-0.5 if scale is None else scale, **given)
+        assert (out.double() - expected).abs().max() < 4e-3, scale
+        assert lse.isfinite().all()
+    for sides in ((None, 0), (3, None), (0, 0)):
+        out = module.attention(q, k, v, **{**given, "window": sides})
+        expected = module.reference(q, k, v, 24**-0.5, **{**given, "window": sides})
+        assert (out.double() - expected).abs().max() < 4e-3, sides
+    # Rows that see nothing, for want of keys or because of the window, are left with the sink.
+    out, lse = module.attention(q[:, :, :3], k[:, :, :0], v[:, :, :0], return_lse=True, **cut(given, 3, 0))
+    assert not out.any()
+    torch.testing.assert_close(lse, given["sinks"][:, None].expand(1, 4, 3), rtol=1e-6, atol=1e-6)
+    assert module.attention(q[:, :, :0], k, v, **cut(given, 0, 21)).shape == (1, 4, 0, 40)
+    # Any layout of what is broadcast.
+    turned = {name: value.T.contiguous().T if name in ("bias", "mask") else value for name, value in given.items()}
+    assert torch.equal(module.attention(q, k, v, **turned), module.attention(q, k, v, **given))
+
+
+def cut(given: dict[str, Any], rows: int, keys: int) -> dict[str, Any]:
+    """Options for the first rows and keys."""
+    places = {"bias": (rows, keys), "mask": (rows, keys), "segment_ids_q": (1, rows), "segment_ids_kv": (1, keys)}
+    return {
+        name: value[: places[name][0], : places[name][1]] if name in places else value for name, value in given.items()
+    }
+
+
 def main() -> None:
     sys.meta_path.insert(0, NoFlashgen())
     module: Any = load(on_cpu(Path(sys.argv[1])))
     assert type(module.kernel).__name__ == "InterpretedFunction", "TRITON_INTERPRET was not set"
     module.self_check()
-    check(module)
+    (check_options if hasattr(module, "some_options") else check)(module)
     print("checked")
 
 

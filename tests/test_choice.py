@@ -166,3 +166,13 @@ def test_stale_says_what_changed() -> None:
     found = choose(tuned, SPEC, AT_4096, H200).found
     assert found is not None
     assert found.stale is None
+
+
+def test_other_expressions_come_before_none() -> None:
+    rel, far = (replace(SPEC, score_mod=f"(score + {text})") for text in ("q_idx", "kv_idx"))
+    entries = [(FIRST, entry(spec=spec, median_us=us)) for spec, us in ((SPEC, 1.0), (rel, 5.0))]
+    for spec, expected in ((rel, rel), (far, rel), (replace(SPEC, mask_mod="(kv_idx < 4)"), SPEC)):
+        found = choose(entries, spec, AT_4096, H200).found
+        assert found is not None and found.entry.spec == expected
+    notes = choose(entries, far, AT_4096, H200).notes
+    assert any(note.startswith("1 of 2 entries") and "other expressions" in note for note in notes)

@@ -22,6 +22,7 @@ from flashgen.cli import bench, cli
 from flashgen.compare import Row
 from flashgen.families import FAMILIES
 from flashgen.hardware import KNOWN_GPUS
+from flashgen.mods import Mod
 from flashgen.peers import OPTIONAL, PEERS
 from flashgen.spec import Problem, Spec
 
@@ -49,9 +50,9 @@ def _refused(*arguments: str | Path) -> str:
         (("--gpu", "a101"), "no GPU is known as 'a101'. Did you mean 'a10'?"),
         (("--gpu", "x"), "no GPU is known as 'x'. Known: a10, a100, a100-40gb, a30, b200,"),
         (("--gpu", "auto"), "torch sees no GPU in this machine. Name a target to estimate for it, e.g. --gpu a100"),
-        (("--head-dim", "0"), "'--head-dim': 0 is not in the range 1<=x<=256"),
-        (("--head-dim", "257"), "'--head-dim': 257 is not in the range 1<=x<=256"),
-        (("--head-dim-v", "257"), "'--head-dim-v': 257 is not in the range 1<=x<=256"),
+        (("--head-dim", "0"), "'--head-dim': 0 is not in the range 1<=x<=576"),
+        (("--head-dim", "577"), "'--head-dim': 577 is not in the range 1<=x<=576"),
+        (("--head-dim-v", "577"), "'--head-dim-v': 577 is not in the range 1<=x<=576"),
         (("--heads", "32/5"), "heads must be a positive multiple of kv_heads, but got 32/5"),
         (("--heads", "0/0"), "heads must be a positive multiple of kv_heads, but got 0/0"),
         (("--with", "windo"), "'windo' is not known. Did you mean 'window'?"),
@@ -310,15 +311,15 @@ def test_export_refuses(tmp_path: Path) -> None:
 
 def _rows(names: tuple[str, ...], failing: str) -> list[Row]:
     spec, problem = Spec(), Problem(1, 1, 1, 64, 64)
-    good = (Measurement(10.0, 0.1, 9), 2.5, 100, None)
-    bad = (None, None, None, "[/x] no")
+    good = (Measurement(10.0, 0.1, 9), 2.5, 100, None, 2.5e7)
+    bad = (None, None, None, "[/x] no", 2.5e7)
     return [Row(spec, problem, "forward", name, *(bad if name == failing else good)) for name in names]
 
 
 def _bench(monkeypatch: pytest.MonkeyPatch, failing: str, *arguments: str) -> Ended:
     """`bench` on a GPU that is not here: rows are given, what is made of them is real."""
     monkeypatch.setattr(bench, "current_gpu", lambda: H200)
-    monkeypatch.setattr(bench, "compare", lambda spec, problem, names, rounds, work: _rows(names, failing))
+    monkeypatch.setattr(bench, "compare", lambda spec, problem, names, *_: _rows(names, failing))
     return run("bench", "--head-dim", "128", "--causal", "false", "--seq", "64", *arguments)
 
 
@@ -357,9 +358,55 @@ def test_bench_judges_everything_before_the_first_measurement(monkeypatch: pytes
     measured: list[str] = []
     monkeypatch.setattr(bench, "current_gpu", lambda: H200)
     monkeypatch.setattr(bench, "compare", lambda spec, *_: measured.append(spec.slug))
-    assert "1 <= head_dim <= 256 must hold" in _refused("bench", "--head-dim", "64,300")
+    assert "1 <= head_dim <= 576 must hold" in _refused("bench", "--head-dim", "64,600")
     assert "--seq must be at most" in _refused("bench", "--head-dim", "64", "--seq", "64,99999999")
     assert measured == []
+
+
+def _work(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[str, str | None]]:
+    """What `bench` would measure: specs, and the names of modifications."""
+    work: list[tuple[str, str | None]] = []
+
+    def measure(
+        spec: Spec, problem: Problem, names: tuple[str, ...], rounds: object, op: str, mod: Mod | None
+    ) -> list[Row]:
+        work.append((spec.slug, None if mod is None else mod.name))
+        return [replace(row, mod=None if mod is None else mod.name) for row in _rows(names, "")]
+
+    monkeypatch.setattr(bench, "current_gpu", lambda: H200)
+    monkeypatch.setattr(bench, "compare", measure)
+    ended = run("bench", "--head-dim", "64", "--seq", "64", *arguments)
+    assert ended.code == 0, ended
+    assert all(name is None or name in ended.out for _, name in work)
+    return work
+
+
+def test_bench_with_features_and_with_modifications(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _work(monkeypatch, "--with", "window,softcap") == [
+        ("d64_bf16_softcap_window", None),
+        ("d64_bf16_causal_softcap_window", None),
+    ]
+    assert _work(monkeypatch, "--mods", "--dtype", "fp16") == [
+        ("d64_fp16", "noop"),
+        ("d64_fp16_causal", "causal"),
+        ("d64_fp16_causal_alibi", "ALiBi"),
+        ("d64_fp16_causal_window", "sliding window"),
+        ("d64_fp16", "prefix-LM"),
+        ("d64_fp16_causal_softcap", "softcap"),
+        ("d64_fp16_causal_segments", "documents"),
+        ("d64_fp16", "relative bias"),
+    ]
+    told = json.loads(_bench(monkeypatch, "", "--with", "bias", "--peers", "fa2", "--json").out)
+    assert told["rows"][0]["flops"] == 2.5e7 and told["rows"][0]["mod"] is None
+
+
+@pytest.mark.parametrize("option", [("--causal", "both"), ("--with", "window")])
+def test_modifications_say_themselves_what_scores_go_through(
+    monkeypatch: pytest.MonkeyPatch, option: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(bench, "current_gpu", lambda: H200)
+    assert f"leave out {option[0]}, or --mods" in _refused("bench", "--mods", *option)
+    assert "'windo' is not known. Did you mean 'window'?" in _refused("bench", "--with", "windo")
 
 
 @pytest.mark.parametrize(
@@ -372,7 +419,7 @@ def test_a_peer_that_is_not_installed_says_so(name: str, modules: tuple[str, ...
         patch.dict(sys.modules, dict.fromkeys(modules)),
         pytest.raises(RuntimeError, match=f"not installed: {' or '.join(modules)}"),
     ):
-        PEERS[name](q, q, q, False)
+        PEERS[name](q, q, q, False, {})
 
 
 def test_a_peer_gets_the_layout_that_it_wants_and_may_return_more_than_the_output() -> None:
@@ -384,6 +431,6 @@ def test_a_peer_gets_the_layout_that_it_wants_and_may_return_more_than_the_outpu
         return tensors[0], None
 
     with patch.dict(sys.modules, {"fa3_fwd_interface": SimpleNamespace(flash_attn_func=flash_attn_func)}):
-        o = PEERS["fa3"](q, q, q, True)()
+        o = PEERS["fa3"](q, q, q, True, {})()
     assert seen == {"shape": (2, 5, 3, 8), "causal": True}
-    assert torch.equal(o, q.transpose(1, 2))
+    assert torch.equal(o, q)

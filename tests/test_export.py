@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import run_exported
 import torch
+from command_line import run
 from entries import H200, SPEC, USABLE, entry
 from torch import Tensor
 from variants import variant
@@ -21,9 +24,10 @@ from flashgen import store
 from flashgen.check import max_error
 from flashgen.compile import load_module
 from flashgen.errors import InputError, UnsupportedError
-from flashgen.export import export, write
+from flashgen.export import EXPORTED, export, write
 from flashgen.families import Variant
 from flashgen.hardware import Gpu
+from flashgen.modifiers import Options, modifiers_from
 from flashgen.reference import plain_attention
 from flashgen.render import kernel_options
 from flashgen.select import forget_selections
@@ -243,7 +247,90 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_features_are_refused_before_a_file_is_made(tmp_path: Path) -> None:
-    spec = Spec(head_dim=64, head_dim_v=64, window=True, softcap=True)
-    with pytest.raises(UnsupportedError, match="an exported file computes no softcap, window yet"):
+    spec = Spec(head_dim=64, head_dim_v=64, window=True, varlen=True)
+    with pytest.raises(UnsupportedError, match="an exported file computes no varlen yet"):
         export(spec, Problem(1, 8, 8, 1024, 1024), Gpu.named("a100"), tmp_path / "mine.py")
     assert not list(tmp_path.iterdir())
+
+
+SETS = (*((name,) for name in EXPORTED), ("window", "sinks"), EXPORTED)
+ALL = replace(RUNS, **{name: "fp16" if name == "bias" else True for name in EXPORTED})  # type: ignore[arg-type]
+
+
+def _with(names: Sequence[str], causal: str) -> Spec:
+    flags = {name: getattr(ALL, name) for name in names}
+    return replace(RUNS, causal=causal, **flags)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def optional(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With every set of options, exported."""
+    place = tmp_path_factory.mktemp("optional")
+    for names in SETS:
+        for causal in ("none", "bottom_right", "top_left"):
+            spec = _with(names, causal)
+            write(variant(spec, 16, 16, 2, 1), place / f"{spec.slug}.py")
+    return place
+
+
+def test_ruff_finds_nothing_where_there_are_options(optional: Path) -> None:
+    assert len(list(optional.glob("*.py"))) == 3 * len(SETS)
+    _ruff(optional, "format", "--check")
+    _ruff(optional, "check", "--select", "F,B,E501")
+
+
+@pytest.mark.parametrize("names", SETS, ids="+".join)
+@pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
+def test_its_reference_of_options_is_ours(optional: Path, causal: str, names: tuple[str, ...]) -> None:
+    module: Any = _module(optional, _with(names, causal))
+    torch.manual_seed(0)
+    for seq_q, seq_kv in ((37, 23), (19, 64)):
+        q, k, v = _random((2, 4, seq_q, 24), (2, 2, seq_kv, 24), (2, 2, seq_kv, 40), dtype=torch.float16)
+        given = module.some_options(q, k)
+        modifiers = modifiers_from((2, 4, seq_q, seq_kv), q, Options(**given)).to(Tensor.double)
+        wide = (each.double() for each in (q, k, v))
+        expected, _ = plain_attention(*wide, causal=causal, scale=0.3, modifiers=modifiers)
+        assert max_error(module.reference(q, k, v, 0.3, **given), expected) < 1e-12
+
+
+@pytest.mark.parametrize("names", [("window", "sinks"), EXPORTED], ids="+".join)
+def test_it_runs_and_checks_itself_with_options(optional: Path, names: tuple[str, ...]) -> None:
+    causal = "bottom_right" if names == EXPORTED else "none"
+    done = _run(run_exported.__file__, optional / f"{_with(names, causal).slug}.py", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "checked" and done.stdout.count("max error") == 3
+
+
+def test_options_that_do_not_fit(optional: Path) -> None:
+    module: Any = _module(optional, ALL)
+    q, k, v = _random((2, 4, 9, 24), (2, 2, 13, 24), (2, 2, 13, 40), dtype=torch.float16)
+    good = module.some_options(q, k)
+    for name, bad, word in (
+        ("softcap", 0.0, "softcap must be from"),
+        ("softcap", math.nan, "softcap must be from"),
+        ("alibi_slopes", torch.ones(3), r"alibi_slopes must be broadcastable to \[2, 4\], but got \[3\]"),
+        ("alibi_slopes", None, "alibi_slopes must be a tensor"),
+        ("bias", torch.ones(9, 13), r"bias must be torch.float16 on cpu, but got torch.float32"),
+        ("bias", torch.ones(9, 12).half(), r"bias must be broadcastable to \[2, 4, 9, 13\]"),
+        ("bias", torch.ones(13, device="meta").half(), "but got torch.float16 on meta"),
+        ("window", (-1, 0), "window must be"),
+        ("window", (1.5, 0), "window must be"),
+        ("mask", torch.ones(9, 13), "mask must be torch.bool"),
+        ("segment_ids_q", torch.ones(2, 13).int(), r"segment_ids_q must be broadcastable to \[2, 9\]"),
+        ("segment_ids_kv", torch.ones(2, 13), "torch.int32 or torch.int64"),
+        ("sinks", torch.ones(2, 4), r"sinks must be broadcastable to \[4\]"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            module.attention(q, k, v, **{**good, name: bad})
+    with pytest.raises(ValueError, match="no backward"):
+        module.attention(q, k, v, **{**good, "sinks": torch.ones(4, requires_grad=True)})
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'window'"):
+        module.attention(q, k, v, **{name: value for name, value in good.items() if name != "window"})
+
+
+def test_export_with_options_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    ended = run("export", "--gpu", "a100", "--head-dim", "64", "--with", "window,softcap", "-o", path)
+    assert ended.code == 0, ended
+    text = path.read_text()
+    assert "q, k, v, *, softcap, window, scale=None, return_lse=False" in text and "alibi" not in text

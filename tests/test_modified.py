@@ -14,13 +14,14 @@ from torch import Tensor
 import flashgen
 from flashgen import launch, modified, plans
 from flashgen.cases import strided_like
+from flashgen.dropout import Dropout
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.hardware import Gpu
 from flashgen.launch import arguments_of, laid_out
 from flashgen.modifiers import Modifiers, Options, modifiers_from
 from flashgen.reference import plain_attention, tiled_attention, tiled_backward
 from flashgen.select import Selection, select
-from flashgen.spec import Problem, Spec
+from flashgen.spec import EXPRESSIONS, Problem, Spec
 from flashgen.tensors import causal_from
 
 PAIRS = (("softcap", "bias"), ("window", "alibi"), ("mask", "segments"), ("window", "sinks"), ("bias", "sinks"))
@@ -219,12 +220,19 @@ class _Bound:
             if name in self.layouts:
                 assert given[name].stride() == self.layouts[name].stride(), name
         fields = {name: given[name] for name in Modifiers._fields if name in self.spec.modifiers}
+        if self.spec.dropout:
+            fields["dropout"] = Dropout(given["dropout_threshold"] / 2**32, given["dropout_seed"])
+            assert given["dropout_scale"] == pytest.approx(fields["dropout"].scale)
         if self.spec.mask:
             assert fields["mask"].dtype == torch.uint8
             fields["mask"] = fields["mask"].view(torch.bool)
         if self.spec.window:
             fields["window"] = (given["window_left"], given["window_right"])
             assert all(type(side) is int for side in fields["window"])
+        fields |= {name: getattr(self.spec, name) for name in EXPRESSIONS if name in self.spec.features}
+        fields["mod_tensors"] = tuple(given[f"mod{index}"] for index in range(len(self.spec.tensors)))
+        for index, table in enumerate(fields["mod_tensors"]):
+            assert [given[f"mod{index}_size_{axis}"] for axis in range(table.dim())] == list(table.shape)
         return Modifiers(**fields)
 
 
@@ -446,7 +454,7 @@ def test_explain_takes_the_options(gpu_tensors: Three) -> None:
     selection = flashgen.explain(*gpu_tensors, causal=True, family="triton_fwd", **given)
     assert selection.variant.spec.features == FEATURES and selection.variant.spec.bias == "fp32"
     backward = flashgen.explain(*gpu_tensors, op="backward", family="triton_bwd", **given)
-    assert backward.variant.spec.features == FEATURES[:-1]
+    assert backward.variant.spec.features == tuple(name for name in FEATURES if name != "sinks")
     assert flashgen.explain(*gpu_tensors, window=(None, None)).variant.spec.features == ()
     with pytest.raises(InputError, match="softcap must be"):
         flashgen.explain(*gpu_tensors, softcap=-1.0)

@@ -92,7 +92,9 @@ def test_the_operators_take_options_as_they_were_given(shape: tuple[int, ...]) -
     bias = random(*shape, seed=9).requires_grad_()
     slopes, sinks = random(4, seed=5).abs(), random(4, seed=8, dtype=torch.float32).requires_grad_()
     mask = torch.rand(6) < 0.7
-    rest = (1, None, mask, torch.zeros(2, 4).long(), torch.zeros(2, 6).int(), sinks)
+    mods = ("(score + mod0[head])", None, random(4, seed=3), None, None, None)
+    dropping = (0.5, torch.ones(2).long())
+    rest = (1, None, mask, torch.zeros(2, 4).long(), torch.zeros(2, 6).int(), *dropping, *mods, sinks)
     for given in (bias, bias.detach().float().transpose(-1, -2).contiguous().transpose(-1, -2) if shape[1:] else bias):
         _opcheck(
             torch.ops.flashgen.forward_modified, q, k, v, "none", None, "bhsd", True, None, 3.0, slopes, given, *rest

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import LENGTHS, WINDOWS, Interpreter, assert_right, interpreter_of, random, spec_of
+from interpreted import LENGTHS, WINDOWS, Interpreter, assert_right, interpreter_of, random, spec_of, walked
 from torch import Tensor
 
 from flashgen.cases import SMALL_CASES, strided_like
 from flashgen.check import FLOOR, max_error
+from flashgen.combinations import together
 from flashgen.modifiers import Modifiers, Options, modifiers_from
 from flashgen.reference import plain_attention
 from flashgen.space import Config
@@ -33,14 +34,11 @@ SINGLE: dict[str, dict[str, Any]] = {
     "window": {"window": True},
     "mask": {"mask": True},
     "segments": {"segments": True},
+    "dropout": {"dropout": True},
     "sinks": {"sinks": True},
 }
 SEVERAL: dict[str, dict[str, Any]] = {
-    "window, softcap": {"window": True, "softcap": True},
-    "bias, softcap": {"bias": "fp32", "softcap": True},
-    "mask, alibi": {"mask": True, "alibi": True},
-    "segments, window": {"segments": True, "window": True},
-    "window, sinks": {"window": True, "sinks": True},
+    "dropout, mask, sinks": {"dropout": True, "mask": True, "sinks": True},
     "mask, segments, sinks": {"mask": True, "segments": True, "sinks": True},
     "all": {name: value for each in SINGLE.values() for name, value in each.items()},
 }
@@ -53,16 +51,17 @@ def interpreter() -> Iterator[Interpreter]:
 
 
 @pytest.mark.parametrize("feature", SINGLE)
-@pytest.mark.parametrize("causal", ["none", "bottom_right"])
-def test_every_feature(interpreter: Interpreter, causal: Causal, feature: str) -> None:
-    spec = Spec("forward", 16, 16, "fp32", causal, **SINGLE[feature])
+def test_every_feature(interpreter: Interpreter, feature: str) -> None:
+    spec = Spec("forward", 16, 16, "fp32", **SINGLE[feature])
     assert_right(interpreter.launcher(spec, SMALL), spec, SMALL_CASES)
 
 
-@pytest.mark.parametrize("feature", ["alibi", "window"])
-def test_what_depends_on_places_follows_the_diagonal(interpreter: Interpreter, feature: str) -> None:
-    spec = Spec("forward", 16, 16, "fp32", "top_left", **SINGLE[feature])
-    assert_right(interpreter.launcher(spec, SMALL), spec, SMALL_CASES)
+@pytest.mark.parametrize("pair", walked("forward"), ids="+".join)
+def test_every_pair(interpreter: Interpreter, pair: tuple[str, str]) -> None:
+    spec = together(*pair, head_dim=24, head_dim_v=40, dtype="fp32")
+    # Where rows end depends on causal.
+    cases = SMALL_CASES if spec.causal == "bottom_right" else SMALL_CASES[2:4]
+    assert_right(interpreter.launcher(spec, _config(16, 32, advance=1)), spec, cases)
 
 
 @pytest.mark.parametrize("features", SEVERAL)

@@ -197,7 +197,9 @@ def test_slopes_have_no_gradient() -> None:
 
 def test_arguments_are_named_by_the_spec() -> None:
     """One argument for each name that a spec of all features gives its kernels, in that order."""
-    whole = _judge(softcap=5.0, window=(1, 2), **TENSORS)
+    seed = torch.ones(2, dtype=torch.int64)
+    whole = _judge(softcap=5.0, window=(1, 2), dropout_p=0.25, dropout_seed=seed, **TENSORS)
+    others = {"window_left": 1, "window_right": 2, "dropout_threshold": 2**30, "dropout_scale": 4 / 3}
     arguments = dict(
         zip([name for feature in FEATURES for name in MODIFIERS[feature]], whole.arguments("none"), strict=True)
     )
@@ -205,7 +207,8 @@ def test_arguments_are_named_by_the_spec() -> None:
         if name == "mask":
             assert isinstance(value, Tensor) and value.dtype == torch.uint8 and value.stride() == (0, 0, 7, 1)
         else:
-            assert value is {**whole._asdict(), "window_left": 1, "window_right": 2}[name]
+            known = {**whole._asdict(), **others, "dropout_seed": seed}[name]
+            assert value is known or value == known
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, causal: object, scale: float, **options: Any) -> tuple[Tensor, Tensor]:

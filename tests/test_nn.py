@@ -149,7 +149,7 @@ CAUSES = "causal must be False, True, 'bottom_right' or 'top_left', but got "
         ((10, 4), "d_model must be a multiple of heads, but got 10 and 4. Change one of them, or pass head_dim."),
         ((12, 6, 4), f"heads must be a multiple of kv_heads, but got 6 and 4. {KV_HEADS}"),
         ((6, 2, 4), f"heads must be a multiple of kv_heads, but got 2 and 4. {KV_HEADS}"),
-        ((514, 2), f"head_dim must be at most 256, but got 257 (d_model 514, heads 2). {HEAD_DIM}"),
+        ((1154, 2), f"head_dim must be at most 576, but got 577 (d_model 1154, heads 2). {HEAD_DIM}"),
         ((8, 2, None, None, "upper"), f"{CAUSES}'upper'."),
         ((8, 2, None, None, None), f"{CAUSES}None."),
         ((8, 2, None, None, False, math.nan), "scale must be None or a finite number, but got nan."),

@@ -188,7 +188,7 @@ def test_tables_are_not_squeezed_when_nobody_watches(capsys: pytest.CaptureFixtu
         assert any("small tile" in line and "reads K and V more often" in line for line in text.splitlines())
 
 
-GOOD = Row(SPEC, PROBLEMS[0], "forward", "flashgen", Measurement(100.4, 1.0, 30), 171.8, 25_000_000, None)
+GOOD = Row(SPEC, PROBLEMS[0], "forward", "flashgen", Measurement(100.4, 1.0, 30), 171.8, 25_000_000, None, 17.18e9)
 ROWS = (
     GOOD,
     replace(GOOD, name="fa2", measurement=Measurement(80.0, 1.0, 30), tflops=214.7, extra_bytes=0),
@@ -204,9 +204,9 @@ def test_a_comparison_by_speed_and_by_memory() -> None:
     assert "TFLOP/s (time in us)" in speed[0] or "TFLOP/s (time in us)" in speed[1]
     assert _line_with(speed, "flashgen", "fa2", "plain")
     cells = [cell.strip() for cell in _line_with(speed, "1024").strip("│ ").split("│")]
-    assert cells == ["d64_fp16", "4", "1024", "172 (100)", "215 (80)", "out of memory"]
+    assert cells == ["d64_fp16", "4", "1024", "17.18", "172 (100)", "215 (80)", "out of memory"]
     cells = [cell.strip() for cell in _line_with(speed, "2048").strip("│ ").split("│")]
-    assert cells == ["d64_fp16", "1", "2048", "99 (100)", "failed", "no kernel for [/x]"]
+    assert cells == ["d64_fp16", "1", "2048", "17.18", "99 (100)", "failed", "no kernel for [/x]"]
     memory = _lines(comparison_table(ROWS, memory=True))
     cells = [cell.strip() for cell in _line_with(memory, "1024").strip("│ ").split("│")]
-    assert cells == ["d64_fp16", "4", "1024", "25", "0", "out of memory"]
+    assert cells == ["d64_fp16", "4", "1024", "17.18", "25", "0", "out of memory"]

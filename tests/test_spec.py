@@ -26,11 +26,11 @@ CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
         ("causal", True),
         ("precision", "tf23"),
         ("head_dim", 0),
-        ("head_dim", 257),
+        ("head_dim", 577),
         ("head_dim", 64.0),
         ("head_dim", True),
         ("head_dim_v", 0),
-        ("head_dim_v", 257),
+        ("head_dim_v", 577),
     ],
 )
 def test_specs_that_mean_nothing(field: str, value: object) -> None:
@@ -50,6 +50,25 @@ def test_tf32_is_not_for_16_bit() -> None:
 def test_tiles_are_padded_to_powers_of_two(head_dim: int, block_d: int) -> None:
     assert Spec(head_dim=head_dim).block_d == block_d
     assert Spec(head_dim_v=head_dim).block_dv == block_d
+    assert not Spec(head_dim=head_dim, head_dim_v=head_dim).wide
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "widths"),
+    [
+        (257, [256, 16]),
+        (320, [256, 64]),
+        (384, [256, 128]),
+        (400, [512]),
+        (512, [512]),
+        (513, [512, 16]),
+        (576, [512, 64]),
+    ],
+)
+def test_wide_heads_take_two_tiles_where_that_saves_columns(head_dim: int, widths: list[int]) -> None:
+    spec = Spec(head_dim=head_dim, head_dim_v=16)
+    assert [width for _, width in spec.parts] == widths and spec.block_d == sum(widths)
+    assert spec.parts_v == ((0, 16),) and spec.wide
 
 
 def test_powers_of_two() -> None:

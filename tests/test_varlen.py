@@ -126,8 +126,10 @@ def test_traced_as_one_operator() -> None:
 def test_the_operators_keep_torchs_rules() -> None:
     q, k, v = (each.float().requires_grad_() for each in _qkv())
     sinks = torch.zeros(4, requires_grad=True)
-    given = (_sums(Q_LENGTHS), _sums(K_LENGTHS), None, 7, 9, "none", 0.5, True, None, None, 3, None, None, sinks)
-    torch.library.opcheck(torch.ops.flashgen.forward_varlen.default, (q, k, v, *given))
+    given = (_sums(Q_LENGTHS), _sums(K_LENGTHS), None, 7, 9, "none", 0.5, True, None, None, 3, None, 0.5)
+    torch.library.opcheck(
+        torch.ops.flashgen.forward_varlen.default, (q, k, v, *given, None, torch.ones(2).long(), sinks)
+    )
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -54,6 +54,7 @@ GOLDEN = (
     variant(Spec(head_dim=64, head_dim_v=64, dtype="fp32"), 32, 32, 4, 2),
     variant(Spec("forward", 64, 64, "bf16", "bottom_right", **EVERYTHING, sinks=True), 64, 32, 4, 2),
     variant(Spec("forward", 64, 64, "fp16", softcap=True, window=True), 128, 64, 8, 2, advance=1),
+    variant(Spec("forward", 64, 64, "bf16", dropout=True), 128, 64, 8, 2),
 )
 
 
@@ -74,6 +75,7 @@ BACKWARD_GOLDEN = (
     backward(Spec("backward", 256, 256, "bf16"), (32, 64, 4, 2), (64, 32, 4, 2)),
     backward(Spec("backward", 64, 64, "bf16", "bottom_right", **EVERYTHING), (32, 64, 4, 2), (64, 32, 4, 2)),
     backward(Spec("backward", 64, 64, "fp16", softcap=True, window=True), (64, 128, 8, 2), (128, 64, 8, 2)),
+    backward(Spec("backward", 64, 64, "bf16", dropout=True), (32, 128, 8, 2), (64, 64, 4, 2)),
 )
 
 

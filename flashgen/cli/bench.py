@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from click.core import ParameterSource
 
 from flashgen.cli import options
 from flashgen.compare import Row, compare, host_cost
-from flashgen.errors import UnsupportedError
-from flashgen.hardware import current_gpu, driver_version
+from flashgen.errors import InputError, UnsupportedError
+from flashgen.hardware import Gpu, current_gpu, driver_version
+from flashgen.mods import MODS, Mod
 from flashgen.peers import OPTIONAL, PEERS
 from flashgen.plot import check_plot_path, plot
 from flashgen.report import comparison_table, stderr_console, stdout_console
+from flashgen.spec import Spec
+
+
+def _specs(gpu: Gpu, head_dim: int, given: Mapping[str, Any]) -> list[tuple[Spec, Mod | None]]:
+    """What is computed, and the modifications that it is of."""
+    if not given["mods"]:
+        specs = options.specs_from(gpu, head_dim, None, given["dtype"], given["causal"], features=given["features"])
+        return [(spec, None) for spec in specs]
+    context = click.get_current_context()
+    for name, option in (("causal", "--causal"), ("features", "--with")):
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise InputError(f"--mods says itself what the scores go through: leave out {option}, or --mods.")
+    plain = options.specs_from(gpu, head_dim, None, given["dtype"], "false")
+    return [(mod.spec(spec), mod) for spec in plain for mod in MODS]
 
 
 @click.command("bench")
@@ -24,6 +41,10 @@ from flashgen.report import comparison_table, stderr_console, stdout_console
 @click.option("--head-dim", type=options.IntegerList(), default="64,128,256", show_default=True)
 @options.dtype_option
 @options.causal_option
+@options.with_option
+@click.option(
+    "--mods", is_flag=True, help=f"Time FlexAttention's usual modifications: {', '.join(m.name for m in MODS)}."
+)
 @options.heads_option
 @click.option("--seq", type=options.IntegerList(), default="512,1024,2048,4096,8192,16384", show_default=True)
 @click.option("--tokens", type=click.IntRange(min=1), default=options.TOKENS, show_default=True, help="batch * seq.")
@@ -45,8 +66,8 @@ from flashgen.report import comparison_table, stderr_console, stdout_console
 def bench_command(as_json: bool, **given: Any) -> None:
     """Measure attention implementations side by side on this machine's GPU.
 
-    Times are medians of single calls with a cold L2. An implementation that runs out of memory or refuses a shape is
-    reported as such. Ctrl-C keeps what is measured.
+    Times are medians of single calls with a cold L2. An implementation that runs out of memory, refuses a shape or
+    computes something else is reported as such. Ctrl-C keeps what is measured.
     """
     if given["plot_path"] is not None:
         check_plot_path(given["plot_path"])
@@ -56,16 +77,16 @@ def bench_command(as_json: bool, **given: Any) -> None:
     console = stderr_console()
     # All of them before the first is measured: a bad one at the end would cost what came before.
     work = [
-        (spec, options.problem_from(seq, given["heads"], head_dim, given["tokens"]))
+        (spec, options.problem_from(seq, given["heads"], head_dim, given["tokens"]), mod)
         for head_dim in given["head_dim"]
-        for spec in options.specs_from(gpu, head_dim, None, given["dtype"], given["causal"])
+        for spec, mod in _specs(gpu, head_dim, given)
         for seq in given["seq"]
     ]
     # First what is quick: an interrupted comparison has it too.
     cost = host_cost(given["op"]) if given["host"] else None
     try:
-        for spec, problem in work:
-            found = compare(spec, problem, names, given["rounds"], given["op"])
+        for spec, problem, mod in work:
+            found = compare(spec, problem, names, given["rounds"], given["op"], mod)
             console.print(f"{found[0].label} {problem.batch} x {problem.seq_q}", style="dim")
             rows += found
     except KeyboardInterrupt:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import click
+import torch
 
 from flashgen.errors import InputError, did_you_mean
+from flashgen.expressions.given import judge, written
 from flashgen.hardware import Gpu, current_gpu
-from flashgen.spec import FEATURES, MAX_HEAD_DIM, TORCH_DTYPES, Causal, DType, Op, Problem, Spec
+from flashgen.spec import EXPRESSIONS, FEATURES, MAX_HEAD_DIM, TORCH_DTYPES, Causal, DType, Op, Problem, Spec
 
 # FlashAttention's benchmark set: 16,384 tokens, heads * head_dim = 2,048.
 TOKENS = 16384
@@ -69,7 +71,8 @@ class DTypes(click.ParamType[tuple[str, ...]]):
 
 
 # Lengths of sequences that lie behind each other are no choice of a kernel's: the plain spec's config serves.
-TUNABLE = tuple(name for name in FEATURES if name != "varlen")
+# Expressions have options of their own.
+TUNABLE = tuple(name for name in FEATURES if name not in ("varlen", *EXPRESSIONS))
 
 
 class Features(click.ParamType[tuple[str, ...]]):
@@ -115,6 +118,12 @@ with_option = click.option(
     default="",
     help=f"What else the scores go through: of {', '.join(TUNABLE)}, separated by commas.",
 )
+score_mod_option = click.option(
+    "--score-mod", metavar="EXPRESSION", help="What becomes of scores, such as 'score + (q_idx - kv_idx)'; no tensors."
+)
+mask_mod_option = click.option(
+    "--mask-mod", metavar="EXPRESSION", help="What is seen, such as '(kv_idx <= q_idx) | (kv_idx < 256)'; no tensors."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
 
 
@@ -131,15 +140,22 @@ def specs_from(
     causal: str,
     op: str = "forward",
     features: tuple[str, ...] = (),
+    score_mod: str | None = None,
+    mask_mod: str | None = None,
 ) -> list[Spec]:
     """Every spec that the options name; a bias has the inputs' dtype."""
+    score, mask, _ = written(score_mod, mask_mod, None)
+    judge(score, mask, (), torch.device("cpu"))
+    mods = {"score_mod": score or "none", "mask_mod": mask or "none"}
     if dtypes is None:
         dtypes = ("fp16",) if gpu.backend == "cuda" and gpu.sm < 80 else ("bf16",)
 
     def flags(op: str, dtype: str) -> dict[str, Any]:
         # A backward finds sinks in the log-sum-exp.
         names = [name for name in features if (name, op) != ("sinks", "backward")]
-        return {name: ("bf16" if dtype == "fp8" else dtype) if name == "bias" else True for name in names}
+        added = "bf16" if dtype == "fp8" else dtype
+        flags: dict[str, Any] = {name: added if name == "bias" else True for name in names}
+        return flags | mods
 
     return [
         Spec(each, head_dim, head_dim_v or head_dim, cast(DType, dtype), cast(Causal, mask), **flags(each, dtype))

@@ -12,7 +12,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from flashgen import store
+from flashgen import combinations, store
 from flashgen.cli import options
 from flashgen.compile import require_triton
 from flashgen.hardware import KNOWN_GPUS, Gpu
@@ -50,6 +50,12 @@ def _entry_plain(gpu: Gpu, path: Path, entry: Entry) -> dict[str, object]:
     return {"gpu": gpu.name, "file": str(path), **plain}
 
 
+def _print_combinations(context: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(combinations.table())
+        context.exit()
+
+
 @click.command("show")
 @options.gpu_option
 @options.op_option
@@ -58,9 +64,15 @@ def _entry_plain(gpu: Gpu, path: Path, entry: Entry) -> dict[str, object]:
 @options.kernel_dtype_option
 @click.option("--causal/--no-causal", default=False, show_default=True)
 @options.with_option
+@options.score_mod_option
+@options.mask_mod_option
 @click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True, help="Length of q and k.")
 @click.option("--family", help="Only this kernel family.")
 @click.option("--source", is_flag=True, help="Print the generated source too.")
+@click.option(
+    "--combinations", is_flag=True, is_eager=True, expose_value=False, callback=_print_combinations,
+    help="Print which features go together, as Markdown, and nothing else.",
+)  # fmt: skip
 @options.json_option
 def show_command(gpu: str, seq: int, source: bool, as_json: bool, **given: Any) -> None:
     """Show which kernel serves a call on a GPU, from which file and why; with --source, its text."""
@@ -68,8 +80,9 @@ def show_command(gpu: str, seq: int, source: bool, as_json: bool, **given: Any) 
     target = options.gpu_from(gpu)
     causal = "true" if given["causal"] else "false"
     specs = options.specs_from(
-        target, given["head_dim"], given["head_dim_v"], given["dtype"], causal, given["op"], given["features"]
-    )
+        target, given["head_dim"], given["head_dim_v"], given["dtype"], causal, given["op"], given["features"],
+        given["score_mod"], given["mask_mod"],
+    )  # fmt: skip
     selections = [
         select(spec, options.problem_from(seq, None, spec.head_dim), target, given["family"]) for spec in specs
     ]

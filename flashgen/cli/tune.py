@@ -47,6 +47,8 @@ DEFAULT_BUDGET_S = {"measured": 600.0, "estimated": 45.0}
 @options.causal_option
 @options.heads_option
 @options.with_option
+@options.score_mod_option
+@options.mask_mod_option
 @click.option("--seq", type=options.IntegerList(), default="1024,4096,16384", show_default=True, help="Lengths.")
 @click.option("--family", help="Only this kernel family.")
 @click.option("--trials", type=click.IntRange(min=1), default=100, show_default=True, help="Candidates per spec.")
@@ -65,8 +67,9 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
     require_triton()
     target = options.gpu_from(gpu)
     specs = options.specs_from(
-        target, given["head_dim"], given["head_dim_v"], given["dtype"], given["causal"], given["op"], given["features"]
-    )
+        target, given["head_dim"], given["head_dim_v"], given["dtype"], given["causal"], given["op"], given["features"],
+        given["score_mod"], given["mask_mod"],
+    )  # fmt: skip
     problems = tuple(options.problem_from(length, given["heads"], given["head_dim"]) for length in seq)
     method = method_for(target)
     budget = given["budget"] or DEFAULT_BUDGET_S[method]

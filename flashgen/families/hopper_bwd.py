@@ -6,7 +6,7 @@ In both large kernels one warp copies and two warpgroups compute.
 from __future__ import annotations
 
 from flashgen.families.family import Family, Tile
-from flashgen.families.hopper_fwd import GLUON_DTYPES, capability_rule, inputs_rule
+from flashgen.families.hopper_fwd import GLUON_DTYPES, capability_rule, inputs_rule, width_rule
 from flashgen.families.modified import plain_rule
 from flashgen.families.triton_bwd import passes
 from flashgen.hardware import Gpu
@@ -103,6 +103,7 @@ RULES = (
     Rule("capability", capability_rule),
     Rule("features", plain_rule),
     Rule("inputs", inputs_rule),
+    Rule("width", width_rule),
     Rule("registers", _registers_broken),
     Rule("shared memory", _shared_memory_broken),
 )

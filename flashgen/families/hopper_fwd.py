@@ -8,7 +8,7 @@ from flashgen.families.family import Family, Tile
 from flashgen.families.modified import plain_rule
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
-from flashgen.spec import Problem, Spec
+from flashgen.spec import MAX_TILE_WIDTH, Problem, Spec
 
 CHOICES = {
     # Warpgroups that compute, 64 rows each.
@@ -61,6 +61,12 @@ def inputs_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
         return f"{spec.dtype} inputs are not taken{why}; use fp16 or bf16"
     if spec.head_dim * spec.element_bytes % 16 or spec.head_dim_v * spec.element_bytes % 16:
         return f"rows of {spec.head_dim} and {spec.head_dim_v} elements are no multiples of 16 bytes, which TMA copies"
+    return None
+
+
+def width_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    if spec.wide:
+        return f"heads of {spec.head_dim} and {spec.head_dim_v} are not taken; {MAX_TILE_WIDTH} is the widest"
     return None
 
 
@@ -157,6 +163,7 @@ RULES = (
     Rule("capability", capability_rule),
     Rule("features", plain_rule),
     Rule("inputs", inputs_rule),
+    Rule("width", width_rule),
     Rule("combination", _combination_broken),
     Rule("registers", _registers_broken),
     Rule("shared memory", _shared_memory_broken),

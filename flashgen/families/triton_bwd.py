@@ -11,7 +11,7 @@ from flashgen.families.modified import derived, reads_more
 from flashgen.families.triton_fwd import capability_rule, has_warpgroups, plain_products
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
-from flashgen.spec import ELEMENT_BYTES, Spec
+from flashgen.spec import ELEMENT_BYTES, MAX_TILE_WIDTH, Spec
 
 CHOICES = {
     "dkdv_block_q": (16, 32, 64, 128),
@@ -70,10 +70,15 @@ def _shared_memory(tile: Tile, spec: Spec, gpu: Gpu) -> tuple[int, int]:
     # P and dS change layout between products, what is not pipelined as well; log-sum-exp and delta stream along.
     scores = 2 * tile.block * tile.step * spec.element_bytes + 8 * stages * tile.step
     scores += step // 2 if stages == 1 else 0
+    closely = spec.wide and gpu.backend == "cuda"
     if reads_more(spec):
         # Tiles of the bias pass through shared memory too, and nothing is pipelined where blocks are skipped.
         bias = tile.block * tile.step * ELEMENT_BYTES.get(spec.bias, 0)
-        return 0 if plain_products(spec, gpu) else block, block + stages * (step + bias) + scores + 1024
+        low = (block + step if closely else 0) if plain_products(spec, gpu) else block
+        return low, block + stages * (step + bias) + scores + 1024
+    if closely and plain_products(spec, gpu):
+        low = block + max(tile.num_stages - 1, 1) * step
+        return low, low + scores
     if gpu.backend == "hip" or plain_products(spec, gpu):
         # Products without tensor cores and machines without cp.async: only compiling tells.
         return 0, block + stages * step + scores
@@ -107,14 +112,22 @@ def _stages_broken(tile: Tile, spec: Spec, gpu: Gpu) -> str | None:
 
 
 def _warps_broken(tile: Tile, spec: Spec, gpu: Gpu) -> str | None:
-    """Compilers give each warp at least 16 rows of products that feed others; more warps repeat each other's work."""
-    if tile.num_warps * 16 > max(tile.block, 64):
+    """Compilers give each warp at least 16 rows of products that feed others; more warps repeat each other's work.
+
+    Of wide heads they repeat the scores alone, and share the columns of the sums, which fewer have no registers for.
+    """
+    if tile.num_warps * 16 > max(tile.block, 64) and not spec.wide:
         return f"num_warps={tile.num_warps} exceeds the block's {tile.block} rows / 16"
     return None
 
 
 def _tile_broken(tile: Tile, spec: Spec, gpu: Gpu) -> str | None:
-    """Small tiles read the other tensors more often and fill no matrix instruction: only where nothing larger fits."""
+    """Small tiles read the other tensors more often and fill no matrix instruction: only where nothing larger fits.
+
+    Those of wide heads may have more room in shared memory than in registers, which only compiling tells.
+    """
+    if spec.wide:
+        return None
     if tile.block < 64 and _fits(replace(tile, block=64, step=32, num_stages=2), spec, gpu):
         return f"a block of {tile.block} reads what streams more often than one of 64, for which there is room"
     if tile.step < 32 and _fits(replace(tile, step=32, num_stages=2), spec, gpu):
@@ -123,13 +136,18 @@ def _tile_broken(tile: Tile, spec: Spec, gpu: Gpu) -> str | None:
 
 
 def _registers(tile: Tile, gpu: Gpu) -> int:
-    """fp32 values a thread keeps: P, dP and the accumulators."""
+    """fp32 values a thread keeps: P, dP and the accumulators, whose columns warps share where heads are wide."""
     lanes = 32 if gpu.backend == "cuda" else 64
-    return max(tile.block // tile.num_warps, 16) * (tile.kept + 2 * tile.step) // lanes
+    rows = max(tile.block // tile.num_warps, 16)
+    if tile.kept > MAX_TILE_WIDTH:
+        return (tile.block * tile.kept // tile.num_warps + rows * 2 * tile.step) // lanes
+    return rows * (tile.kept + 2 * tile.step) // lanes
 
 
 def _registers_broken(tile: Tile, spec: Spec, gpu: Gpu) -> str | None:
     """A thread has 255 registers, and what exceeds them spills to memory; the widest heads spill in every tile."""
+    if spec.wide and tile.block >= 64 and 100 <= gpu.sm < 120:
+        return f"tensor memory has no room for scores beside sums of {tile.kept} columns; use blocks of 16 or 32"
     need = _registers(tile, gpu)
     if need > max(255, _registers(replace(tile, block=64, step=32, num_warps=4), gpu)):
         return f"keeps {need} fp32 values a thread in registers, where 255 fit"
@@ -176,6 +194,9 @@ _DEFAULTS = (
     (16, 16, 4, 2),
     (16, 16, 4, 1),
 )
+# Of wide heads, whose sums take the registers of eight warps: what spills in no loop of what was compiled for sm_80,
+# sm_89 and sm_90. The first, with warpgroup instructions, for dQ alone; the last two for fp32 and little shared memory.
+_WIDE_DEFAULTS = ((64, 32, 8, 2), (32, 32, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1))
 # Registers that a default may need: addresses and 16-bit P and dS take the others. Warpgroup instructions read their
 # operands from shared memory: with them the best tile of head_dim 128 on an H200 needs 192.
 _DEFAULT_REGISTERS, _DEFAULT_WARPGROUP_REGISTERS = 160, 192
@@ -187,10 +208,14 @@ def _default_numbers(kernel: str, spec: Spec, gpu: Gpu) -> tuple[int, int, int, 
     small = 8 if spec.block_d + spec.block_dv <= 128 else 9
     # Addresses of bias and mask, 64 bits an element, take as many registers as scores do.
     large = 6 if spec.bias != "none" or spec.mask else 0
-    for numbers in _DEFAULTS[small if plain_products(spec, gpu) else large :]:
+    candidates = _DEFAULTS[small if plain_products(spec, gpu) else large :]
+    if spec.wide:
+        candidates = _WIDE_DEFAULTS[2 if plain_products(spec, gpu) else 0 if kernel == "dq" and gpu.sm == 90 else 1 :]
+    for numbers in candidates:
         loops = _tiles(kernel, spec, *numbers)
         fit = all(_shared_memory(tile, spec, gpu)[1] <= gpu.shared_per_block for tile in loops)
-        lean = all(tile.block < 128 or _registers(tile, gpu) <= most for tile in loops)
+        least = 64 if spec.wide else 128
+        lean = all(tile.block < least or _registers(tile, gpu) <= most for tile in loops)
         if fit and lean and not any(broken(tile, spec, gpu) for broken in _TILE_RULES.values() for tile in loops):
             break
     return numbers

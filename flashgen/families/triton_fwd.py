@@ -6,7 +6,7 @@ from flashgen.families.family import Family, Tile
 from flashgen.families.modified import derived, reads_more
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
-from flashgen.spec import ELEMENT_BYTES, Spec
+from flashgen.spec import ELEMENT_BYTES, MAX_TILE_WIDTH, Spec
 
 CHOICES = {
     "block_q": (16, 32, 64, 128, 256),
@@ -41,13 +41,22 @@ def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
     q = block_q * spec.block_d * element
     kv = block_kv * (spec.block_d + spec.block_dv) * element
     p = block_q * block_kv * element
+    # Plain products of wide heads are counted too; of narrow ones only compiling tells.
+    closely = spec.wide and gpu.backend == "cuda"
     if reads_more(spec):
         # Tiles of the bias pass through shared memory too, and nothing is pipelined where blocks are skipped.
         bias = block_q * block_kv * ELEMENT_BYTES.get(spec.bias, 0)
-        return 0 if plain_products(spec, gpu) else q, q + stages * (kv + bias) + p + 1024
+        low = (q if closely else 0) if plain_products(spec, gpu) else q
+        return low, q + stages * (kv + bias) + p + 1024
     if gpu.backend == "hip" or plain_products(spec, gpu):
+        other = block_q * (block_kv + 1) * 4
+        if closely:
+            # Where nothing is pipelined, V takes the place of K.
+            turns = block_kv * max(spec.block_d, spec.block_dv) * element
+            low = q + ((stages - 1) * kv if stages > 1 else turns)
+            return low, low + other
         # Without tensor cores or without cp.async only compiling tells.
-        return 0, q + stages * kv + block_q * (block_kv + 1) * 4
+        return 0, q + stages * kv + other
     if spec.dtype == "fp8":
         # V is turned around on its way, in a buffer of its own; small tiles become fp16 on machines with warpgroups.
         v = block_kv * spec.block_dv
@@ -58,7 +67,8 @@ def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
         return q + (stages - 1) * kv, 2 * q + stages * kv + 2 * p
     if _uses_wgmma(config, gpu):
         low = q + (stages * kv if stages > 1 else kv // 2)
-        barriers = 1024 if gpu.sm >= 100 else 0  # Blackwell's, with the address of tensor memory: at most 700 seen
+        # Blackwell's, with the address of tensor memory: at most 700 seen, of wide heads 1072.
+        barriers = (2048 if spec.wide else 1024) if gpu.sm >= 100 else 0
         return low, low + barriers + (p if stages == 1 else 0)
     if stages > 1:
         low = q + (stages - 1) * kv
@@ -80,6 +90,8 @@ def capability_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
         return f"{gpu.name} ({gpu.arch}) has no bf16 arithmetic; use fp16 or a GPU of sm_80 or newer"
     if spec.dtype == "fp8" and (gpu.backend != "cuda" or gpu.sm < 89):
         return f"{gpu.name} ({gpu.arch}) has no arithmetic of float8_e4m3fn; use bf16 or a GPU of sm_89 or newer"
+    if gpu.backend == "cuda" and gpu.sm < 80 and spec.wide:
+        return f"{gpu.name} ({gpu.arch}) has no room for heads of more than {MAX_TILE_WIDTH}; use sm_80 or newer"
     return None
 
 
@@ -105,7 +117,12 @@ def _stages_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
 
 
 def _tile_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
-    """Small tiles read K and V more often and fill no matrix instruction: only where nothing larger fits."""
+    """Small tiles read K and V more often and fill no matrix instruction: only where nothing larger fits.
+
+    Those of wide heads may have more room in shared memory than in registers, which only compiling tells.
+    """
+    if spec.wide:
+        return None
     if config["block_q"] < 64 and _fits(spec, gpu, 64, 32, 2):
         return f"block_q={config['block_q']} reads K and V more often than 64 rows, for which there is room"
     if config["block_kv"] < 32 and _fits(spec, gpu, config["block_q"], 32, 2):
@@ -131,11 +148,14 @@ def _shares_rows(spec: Spec, gpu: Gpu) -> bool:
 
 
 def _warps_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
-    """tl.dot gives each warp at least 16 rows; more warps than rows repeat each other's work."""
+    """tl.dot gives each warp at least 16 rows; more warps than rows repeat each other's work.
+
+    Of wide heads they repeat the scores alone, and share the columns of the output, which fewer have no registers for.
+    """
     warps = config["num_warps"]
     if _shares_rows(spec, gpu) and config["block_q"] == 64:
         warps //= 2
-    if warps * 16 > max(config["block_q"], 64):
+    if warps * 16 > max(config["block_q"], 64) and not spec.wide:
         return f"num_warps={warps} exceeds the {config['block_q']} rows of block_q / 16"
     if warps < 4 and has_warpgroups(gpu) and config["block_q"] >= 64:
         return f"num_warps={warps} is less than a warpgroup, which {gpu.arch}'s matrix instructions need"
@@ -148,6 +168,10 @@ _TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))
 # fp8 with warpgroups: what takes fewest instructions a score without spilling, where rows are shared and where not.
 _FP8_SHARED_TILES = ((64, 64, 8, 2), (64, 32, 8, 2))
 _FP8_TILES = ((128, 128, 8, 2),)
+# Of wide heads, whose accumulators take the registers of eight warps: the largest of what was compiled that spills
+# little, of 576 and 512 columns 4 times in the loop (26 with Triton 3.9). mma.sync has no registers for 64 rows.
+_WIDE_TILES = ((64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 8, 2))
+_WIDE_PLAIN_TILES = ((16, 16, 8, 2), (16, 16, 8, 1))
 # Where little shared memory is left.
 _SMALL_TILES = ((32, 32, 4, 2), (16, 32, 4, 2), (16, 32, 2, 1), (16, 16, 4, 2), (16, 16, 2, 1))
 
@@ -155,9 +179,14 @@ _SMALL_TILES = ((32, 32, 4, 2), (16, 32, 4, 2), (16, 32, 2, 1), (16, 16, 4, 2), 
 def _tiles(spec: Spec, gpu: Gpu) -> tuple[tuple[int, int, int, int], ...]:
     if plain_products(spec, gpu):
         # Operands live in registers too: the first of these that did not spill for sm_75 and for fp32.
+        if spec.wide:
+            return _WIDE_PLAIN_TILES
         width = spec.block_d + spec.block_dv
         return _SMALL_TILES[0 if width <= 128 else 1 if width <= 384 else 3 :]
-    if spec.bias != "none" or spec.mask:
+    dense = spec.bias != "none" or spec.mask
+    if spec.wide:
+        return (*_WIDE_TILES[0 if has_warpgroups(gpu) and not dense else 1 :], *_SMALL_TILES)
+    if dense:
         # Their addresses, 64 bits an element, take as many registers as scores do: larger tiles spill in the loop.
         return (*(_FP8_SHARED_TILES[1:] if _shares_rows(spec, gpu) else ()), _TILES[-1], *_SMALL_TILES)
     if _shares_rows(spec, gpu):

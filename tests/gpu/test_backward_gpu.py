@@ -24,6 +24,7 @@ from flashgen.spec import Spec
 
 BACKWARD = [family for family in FAMILIES.values() if family.op == "backward"]
 WIDTHS = [(64, 64), (128, 128), (96, 96), (72, 40), (40, 72), (192, 128), (256, 256), (1, 1)]
+WIDE = [(257, 257), (320, 320), (512, 512), (576, 512), (64, 576), (576, 64), (400, 300)]
 CAUSAL = ["none", "bottom_right", "top_left"]
 MASKS: dict[bool | str, str] = {False: "none", True: "bottom_right", "top_left": "top_left"}
 
@@ -57,16 +58,25 @@ def test_every_spec_agrees_with_float64(family: Family, dtype: str, widths: tupl
 
 
 @every_family
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+@pytest.mark.parametrize(
+    ("dtype", "widths"), [*itertools.product(["bf16"], WIDE), ("fp16", (576, 512)), ("fp32", (320, 320))], ids=str
+)
+def test_wide_heads_agree_with_float64(family: Family, dtype: str, widths: tuple[int, int], causal: str) -> None:
+    assert_accurate(default_variant(family, Spec("backward", *widths, dtype, causal)))  # type: ignore[arg-type]
+
+
+@every_family
 def test_tf32_is_used_only_when_asked_for(family: Family) -> None:
     assert_accurate(default_variant(family, Spec("backward", 64, 64, "fp32", precision="tf32")))
 
 
 @every_family
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 256, 576])
 @pytest.mark.parametrize("part", range(4))
 def test_every_usable_config_of_a_corner_of_the_space(family: Family, head_dim: int, part: int) -> None:
     """Two dozen, spread over the space; all of a smaller one."""
-    spec, gpu = Spec("backward", head_dim, head_dim, "fp16", "bottom_right"), current_gpu()
+    spec, gpu = Spec("backward", head_dim, min(head_dim, 512), "fp16", "bottom_right"), current_gpu()
     default_variant(family, spec)  # a family that refuses all is skipped; another one has at least its default
     space = family.space(spec, gpu).usable
     variants = [Variant(family, spec, config) for config in space[:: -(-len(space) // 24)][part::4]]
@@ -137,6 +147,15 @@ def assert_close(
         allowed = 3 * max_error(other, exact) + 1e-5
         assert math.isfinite(allowed) and mine.dtype == inputs[0].dtype
         assert max_error(mine, exact) <= allowed, (name, options, [tensor.shape for tensor in inputs])
+
+
+@every_mask
+def test_multi_head_latent_attention(causal: bool | str) -> None:
+    """Many query heads on one head of keys, as DeepSeek-V2's absorbed form has them."""
+    sizes = ((16, 1000, 576), (1, 1010, 576), (1, 1010, 512))
+    inputs = [draw(1, *size, dtype=torch.bfloat16) for size in sizes]
+    do, dlse = draw(1, 16, 1000, 512, dtype=torch.bfloat16), draw(1, 16, 1000, dtype=torch.float32)
+    assert_close(gradients_of(flash(causal=causal), inputs, do, dlse), inputs, do, dlse, causal=causal)
 
 
 @every_mask

@@ -186,7 +186,7 @@ def test_bad_calls_say_what_to_do() -> None:
         ((draw(1, 3, 8, 64), q, q), "multiple"),
         ((q, draw(1, 2, 8, 32), q), "head_dim"),
         ((q.double(), q.double(), q.double()), "float64"),
-        ((draw(1, 2, 8, 512),) * 3, "256"),
+        ((draw(1, 2, 8, 600),) * 3, "576"),
     ):
         with pytest.raises(InputError, match=message):
             flashgen.attention(*arguments)

@@ -18,6 +18,7 @@ from flashgen.spec import Problem, Spec
 
 FORWARD = [family for family in FAMILIES.values() if family.op == "forward"]
 WIDTHS = [(64, 64), (128, 128), (96, 96), (256, 256), (72, 72), (40, 72), (192, 128), (1, 5), (16, 16), (160, 160)]
+WIDE = [(257, 257), (320, 320), (512, 512), (576, 512), (64, 576), (576, 64), (400, 300)]
 CAUSAL = ["none", "bottom_right", "top_left"]
 
 
@@ -54,6 +55,32 @@ def test_every_spec_agrees_with_float64(family: Family, dtype: str, widths: tupl
 
 
 @pytest.mark.parametrize("family", FORWARD, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    ("dtype", "widths", "causal"),
+    [
+        *itertools.product(["bf16"], WIDE, CAUSAL),
+        *itertools.product(["fp16"], [(576, 512), (320, 320)], ["bottom_right"]),
+        *itertools.product(["fp32"], [(576, 512), (320, 320)], ["bottom_right"]),
+    ],
+    ids=str,
+)
+def test_wide_heads_agree_with_float64(family: Family, dtype: str, widths: tuple[int, int], causal: str) -> None:
+    spec = Spec(head_dim=widths[0], head_dim_v=widths[1], dtype=dtype, causal=causal)  # type: ignore[arg-type]
+    assert_accurate(default_variant(family, spec))
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_multi_head_latent_attention(causal: str) -> None:
+    """Many query heads on one head of keys, as DeepSeek-V2's absorbed form has them; few rows and many."""
+    spec = Spec(head_dim=576, head_dim_v=512, causal=causal)  # type: ignore[arg-type]
+    sizes = [(1, 1000), (1000, 1000), (130, 1025)]
+    cases = tuple(Case(f"{rows} rows", Problem(1, 16, 1, rows, keys), strided=rows == 130) for rows, keys in sizes)
+    assert_accurate(default_variant(FAMILIES["triton_fwd"], spec), cases)
+    few = (Case("128 heads", Problem(2, 128, 1, 2, 1000)),)
+    assert_accurate(default_variant(FAMILIES["triton_fwd"], spec), few)
+
+
+@pytest.mark.parametrize("family", FORWARD, ids=lambda family: family.name)
 def test_tf32_is_used_only_when_asked_for(family: Family) -> None:
     spec = Spec(head_dim=64, head_dim_v=64, dtype="fp32", precision="tf32")
     assert_accurate(default_variant(family, spec))
@@ -75,11 +102,13 @@ def test_every_length_and_group(family: Family, causal: str) -> None:
 
 
 @pytest.mark.parametrize("family", FORWARD, ids=lambda family: family.name)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 576])
 @pytest.mark.parametrize("part", range(4))
 def test_every_usable_config_of_a_corner_of_the_space(family: Family, head_dim: int, part: int) -> None:
     """Forty, spread over the space; all of a smaller one."""
-    spec, gpu = Spec(head_dim=head_dim, head_dim_v=head_dim, dtype="fp16", causal="bottom_right"), current_gpu()
+    head_dim_v = min(head_dim, 512)
+    spec, gpu = Spec(head_dim=head_dim, head_dim_v=head_dim_v, dtype="fp16", causal="bottom_right"), current_gpu()
+    default_variant(family, spec)  # a family that refuses all is skipped
     space = family.space(spec, gpu).usable
     for config in space[:: -(-len(space) // 40)][part::4]:
         variant = Variant(family, spec, config)

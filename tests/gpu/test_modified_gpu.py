@@ -1,4 +1,4 @@
-"""Window, soft cap, ALiBi, bias, mask, segments, sinks and sequences behind each other, on this machine's GPU."""
+"""Window, soft cap, ALiBi, bias, mask, segments, dropout, sinks and sequences behind each other, on a GPU."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from torch import Tensor
 import flashgen
 from flashgen.check import Accuracy, max_error
 from flashgen.cli.options import TUNABLE
+from flashgen.combinations import allowed
 from flashgen.evaluate import checked
 from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import current_gpu
 from flashgen.modifiers import NOTHING, Modifiers, Options, modifiers_from
 from flashgen.reference import plain_attention
-from flashgen.spec import Causal, DType, Spec
+from flashgen.spec import MAX_HEAD_DIM, Causal, DType, Spec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
 KINDS: tuple[tuple[DType, int], ...] = (("bf16", 64), ("fp16", 128), ("fp32", 40))
 SINGLE = [(name,) for name in TUNABLE]
-PAIRS = [
-    ("softcap", "window"), ("softcap", "bias"), ("alibi", "mask"), ("window", "segments"), ("window", "sinks"),
-    ("bias", "mask"), ("segments", "sinks"), ("alibi", "window"), TUNABLE,
-]  # fmt: skip
+# With every causal by themselves, in pairs with one each, and all at once.
+PAIRS = [pair for pair in allowed("forward") if set(pair) <= set(TUNABLE)]
+PARTNERS = [name for name in TUNABLE if (name, "varlen") in allowed("forward")]
+WIDE = [name for pair in allowed("forward") for name in pair if pair[1].startswith("head_dim") and name in TUNABLE]
 
 
 def _spec(
@@ -40,16 +41,32 @@ def _spec(
     return Spec(op, head_dim, head_dim, dtype, causal, "ieee", **flags)
 
 
-@pytest.mark.parametrize("causal", CAUSAL)
-@pytest.mark.parametrize("features", SINGLE + PAIRS, ids="-".join)
-@pytest.mark.parametrize("family", ["triton_fwd", "triton_bwd"])
-def test_conformance(family: str, features: tuple[str, ...], causal: Causal) -> None:
+def _assert_right(family: str, spec: Spec) -> None:
     kernel = FAMILIES[family]
-    # Each combination in one dtype and width, so that all of them are met.
-    dtype, head_dim = KINDS[(len(features[0]) + CAUSAL.index(causal)) % 3]
-    spec = _spec(features, causal, dtype, kernel.op, head_dim)
     result = checked(Variant(kernel, spec, kernel.default(spec, current_gpu())))
     assert isinstance(result, Accuracy), result
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("features", [*SINGLE, TUNABLE], ids="-".join)
+@pytest.mark.parametrize("family", ["triton_fwd", "triton_bwd"])
+def test_conformance(family: str, features: tuple[str, ...], causal: Causal) -> None:
+    # Each combination in one dtype and width, so that all of them are met.
+    dtype, head_dim = KINDS[(len(features[0]) + CAUSAL.index(causal)) % 3]
+    _assert_right(family, _spec(features, causal, dtype, FAMILIES[family].op, head_dim))
+
+
+@pytest.mark.parametrize(("place", "features"), list(enumerate(PAIRS)))
+@pytest.mark.parametrize("family", ["triton_fwd", "triton_bwd"])
+def test_conformance_of_every_pair(family: str, place: int, features: tuple[str, ...]) -> None:
+    dtype, head_dim = KINDS[place // 3 % 3]
+    _assert_right(family, _spec(features, CAUSAL[place % 3], dtype, FAMILIES[family].op, head_dim))
+
+
+@pytest.mark.parametrize("feature", WIDE)
+@pytest.mark.parametrize("family", ["triton_fwd", "triton_bwd"])
+def test_conformance_in_the_widest_heads(family: str, feature: str) -> None:
+    _assert_right(family, _spec((feature,), "bottom_right", "bf16", FAMILIES[family].op, MAX_HEAD_DIM))
 
 
 def _random(*shape: int, seed: int) -> Tensor:
@@ -66,6 +83,7 @@ def _options(names: Sequence[str], seq_q: int, seq_kv: int) -> dict[str, Any]:
         "window": {"window": (50, 3)},
         "mask": {"mask": _random(1, 6, seq_q, seq_kv, seed=8) < 1},
         "segments": {"segment_ids_q": ids[:seq_q].expand(2, -1), "segment_ids_kv": ids[:seq_kv].expand(2, -1)},
+        "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor([-(2**40) - 7, 11], device="cuda")},
         "sinks": {"sinks": torch.randn(6, device="cuda")},
     }
     return {key: value for name in names for key, value in given[name].items()}
@@ -100,7 +118,7 @@ def _of(sizes: tuple[int, int, int, int], like: Tensor, given: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("features", SINGLE + PAIRS, ids="-".join)
+@pytest.mark.parametrize("features", [*SINGLE, *PAIRS, TUNABLE], ids="-".join)
 def test_attention_and_its_gradients(features: tuple[str, ...], layout: str) -> None:
     for (seq_q, seq_kv), causal in itertools.product(((131, 200), (1, 77)), ("none", "bottom_right")):
         q, k, v = (
@@ -163,7 +181,7 @@ def _sequences(lengths: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("features", [(), ("window",), ("softcap", "sinks"), ("alibi",)], ids="-".join)
+@pytest.mark.parametrize("features", [(), *((name,) for name in PARTNERS), PARTNERS], ids="-".join)
 def test_sequences_behind_each_other(features: tuple[str, ...], causal: bool) -> None:
     q_lengths, k_lengths = [5, 0, 333, 170, 1, 64], [90, 4, 200, 0, 410, 64]
     q = _random(sum(q_lengths), 6, 64, seed=1)
@@ -178,7 +196,8 @@ def test_sequences_behind_each_other(features: tuple[str, ...], causal: bool) ->
     grads = torch.autograd.grad(o, leaves, do)
     q_starts, k_starts = (_sequences(each).tolist() for each in (q_lengths, k_lengths))
     assert lse.shape == (6, sum(q_lengths))
-    for (first, last), (start, stop) in zip(itertools.pairwise(q_starts), itertools.pairwise(k_starts), strict=True):
+    pairs = zip(itertools.pairwise(q_starts), itertools.pairwise(k_starts), strict=True)
+    for index, ((first, last), (start, stop)) in enumerate(pairs):
         one = [each[a:b].transpose(0, 1)[None] for each, a, b in ((q, first, last), (k, start, stop), (v, start, stop))]
         back = do[first:last].transpose(0, 1)[None]
         if last == first or stop == start:
@@ -191,6 +210,8 @@ def test_sequences_behind_each_other(features: tuple[str, ...], causal: bool) ->
         modifiers = modifiers_from((1, 6, last - first, stop - start), one[0].float(), Options(**single))
         if "sinks" in options:
             modifiers = modifiers._replace(sinks=options["sinks"].double())
+        if modifiers.dropout is not None:
+            modifiers = modifiers._replace(dropout=modifiers.dropout._replace(first=index))
         results = []
         for dtype in (torch.float64, torch.bfloat16):
             wide = [each.detach().to(dtype).requires_grad_() for each in one]

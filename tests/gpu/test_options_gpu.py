@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,6 +12,12 @@ from modified_calls import FEATURES, options, random
 from torch import Tensor
 
 import flashgen
+from flashgen.check import Accuracy
+from flashgen.errors import InputError
+from flashgen.evaluate import checked
+from flashgen.families import FAMILIES, Variant
+from flashgen.hardware import current_gpu
+from flashgen.spec import Spec
 
 SETS = (*((feature,) for feature in FEATURES), ("softcap", "window"), ("bias", "mask", "sinks"), FEATURES)
 
@@ -77,3 +84,76 @@ def test_compiled_is_eager() -> None:
     }
     compiled = torch.compile(flashgen.attention, fullgraph=True)
     assert torch.equal(compiled(q, k, v, **given), flashgen.attention(q, k, v, **given))  # type: ignore[arg-type]
+
+
+BLOCKS = {
+    "triton_fwd": ({"block_q": 16, "block_kv": 16}, {"block_q": 64, "block_kv": 128, "num_stages": 2}),
+    "triton_bwd": (
+        {"dkdv_block_q": 16, "dkdv_block_kv": 64, "dq_block_q": 16, "dq_block_kv": 128, "dq_num_stages": 2},
+        {"dkdv_block_q": 64, "dkdv_block_kv": 32, "dq_block_q": 128, "dq_block_kv": 32, "dkdv_num_warps": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_every_tile_drops_the_same(family: str) -> None:
+    kernel = FAMILIES[family]
+    spec = Spec(kernel.op, 64, 64, "fp16", "bottom_right", dropout=True)
+    for blocks in BLOCKS[family]:
+        config = kernel.default(spec, current_gpu())
+        result = checked(Variant(kernel, spec, kernel.config({**config, **blocks})))
+        assert isinstance(result, Accuracy), result
+
+
+def test_replayed_graphs_draw_anew() -> None:
+    q, k, v, do = (torch.randn(2, 4, 200, 64, device="cuda") for _ in range(4))
+    v.requires_grad_()
+
+    def step() -> tuple[Tensor, Tensor]:
+        o = flashgen.attention(q, k, v, dropout_p=0.4)
+        assert isinstance(o, Tensor)
+        return o, torch.autograd.grad(o, v, do)[0]
+
+    def is_one_mask(o: Tensor, dv: Tensor) -> bool:
+        """O is linear in V by one matrix: dO . O is dV . V if both drop the same."""
+        return torch.allclose((do.double() * o.double()).sum(), (dv.double() * v.double()).sum(), rtol=1e-4, atol=1e-2)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert is_one_mask(*step())
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, dv = step()
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        assert is_one_mask(o, dv)
+        seen.append(o.detach().clone())
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(seen, 2))
+
+
+def test_seeds_and_generators_on_the_gpu() -> None:
+    q, k, v = (torch.randn(2, 4, 100, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+
+    def call(**given: Any) -> Tensor:
+        o = flashgen.attention(q, k, v, dropout_p=0.4, **given)
+        assert isinstance(o, Tensor)
+        return o
+
+    torch.manual_seed(3)
+    first, second = call(), call()
+    torch.manual_seed(3)
+    assert torch.equal(call(), first) and not torch.equal(first, second)
+    one, same = (call(generator=torch.Generator("cuda").manual_seed(1)) for _ in range(2))
+    assert torch.equal(one, same)
+    assert torch.equal(call(dropout_seed=(5, 6)), call(dropout_seed=torch.tensor([5, 6], device="cuda")))
+    with pytest.raises(InputError, match="generator must be a"):
+        call(generator=torch.Generator())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+        call(dropout_seed=(5, 6))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -301,8 +301,8 @@ def test_memory_grows_with_the_length_not_its_square() -> None:
         torch.cuda.reset_peak_memory_stats()
         both_ways(causal_attention, *call)
         peaks.append(torch.cuda.max_memory_allocated() - before)
-        # The output, three gradients and a few numbers a row.
-        assert 3 * call[0].nbytes <= peaks[-1] <= 5 * call[0].nbytes
+        # The output, three gradients, a few numbers a row and, from a kernel that adds dQ up in memory, its fp32 sums.
+        assert 3 * call[0].nbytes <= peaks[-1] <= 6.5 * call[0].nbytes
     assert 1.8 < peaks[2] / peaks[1] < 2.2 and 1.8 < peaks[1] / peaks[0] < 2.2
 
 
