@@ -218,14 +218,10 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...], f
 
 
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], Any]:
-    # What depends on a call's own batch goes one after the other, with the seeds that vmap has drawn.
-    if any(inputs[_FORWARD_OPTIONS + place] is not None for place in _OWN):
+    # What depends on a call's own batch, or is shared by all of it, goes call by call, with seeds that vmap has drawn.
+    own = any(inputs[_FORWARD_OPTIONS + place] is not None for place in _OWN)
+    if own or in_dims[_FORWARD_OPTIONS + _FLAT.index("sinks")] is not None:
         return looped(info.batch_size, in_dims, inputs, torch.ops.flashgen.forward_modified)
-    if in_dims[_FORWARD_OPTIONS + _FLAT.index("sinks")] is not None:
-        raise UnsupportedError(
-            "flashgen has no vmap over sinks, which all of a batch share. Loop over them, or make each mapped call's "
-            "heads part of one call's heads."
-        )
     o, lse = torch.ops.flashgen.forward_modified(*_fold(info, in_dims, inputs, _FORWARD_OPTIONS))
     with_lse = inputs[6]
     return (

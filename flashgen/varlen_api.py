@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashgen.autograd import is_direct, no_second_derivative, refuse_tangents, save_nothing
+from flashgen.autograd import is_direct, looped, no_second_derivative, refuse_tangents, save_nothing
 from flashgen.descales import FP8, Descales, Number
 from flashgen.dropout import drawn
 from flashgen.errors import UnsupportedError
@@ -226,6 +226,18 @@ forward_varlen.register_autograd(_differentiate, setup_context=_save)
 backward_varlen.register_autograd(no_second_derivative, setup_context=save_nothing)
 
 
+def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], Any]:
+    return looped(info.batch_size, in_dims, inputs, torch.ops.flashgen.forward_varlen)
+
+
+def _map_backward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], Any]:
+    return looped(info.batch_size, in_dims, inputs, torch.ops.flashgen.backward_varlen)
+
+
+forward_varlen.register_vmap(_map_forward)
+backward_varlen.register_vmap(_map_backward)
+
+
 class Varlen(torch.autograd.Function):
     """Eager calls that are differentiated."""
 
@@ -236,6 +248,7 @@ class Varlen(torch.autograd.Function):
 
     setup_context = staticmethod(_save)
     backward = staticmethod(_differentiate)
+    vmap = staticmethod(_map_forward)
 
 
 class VarlenGradients(torch.autograd.Function):
@@ -249,3 +262,4 @@ class VarlenGradients(torch.autograd.Function):
 
     setup_context = staticmethod(save_nothing)
     backward = staticmethod(no_second_derivative)
+    vmap = staticmethod(_map_backward)

@@ -434,3 +434,17 @@ def test_a_peer_gets_the_layout_that_it_wants_and_may_return_more_than_the_outpu
         o = PEERS["fa3"](q, q, q, True, {})()
     assert seen == {"shape": (2, 5, 3, 8), "causal": True}
     assert torch.equal(o, q)
+
+
+def test_expressions_of_scores_are_options_of_show() -> None:
+    ended = run(
+        "show", "--gpu", "a100", "--head-dim", "64", "--source", "--score-mod", "score + (q_idx - kv_idx)",
+        "--mask-mod", "(kv_idx <= q_idx) | (kv_idx < 256)",
+    )  # fmt: skip
+    assert ended.code == 0 and "def score_mod(" in ended.out and "(kv_first <= q_last) | (kv_first < 256)" in ended.out
+    for option, text, words in (
+        ("--score-mod", "score + slopes[head]", "`slopes` is no tensor"),
+        ("--mask-mod", "kv_idx - q_idx", "must be a condition"),
+    ):
+        ended = run("show", "--gpu", "a100", "--head-dim", "64", option, text)
+        assert ended.code == 2 and words in ended.err

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from mods import features
 from rendered import assert_formatted_and_clean
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from flashgen.compile import compile_kernel
 from flashgen.descales import BLOCK, FP8, Descales, descales_from
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.export import write
+from flashgen.expressions.given import written
 from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import Gpu
 from flashgen.launch import arguments_of, laid_out
@@ -100,6 +102,50 @@ def test_options_go_with_descales() -> None:
     assert isinstance(o, Tensor) and max_error(o, exact) <= 2.0**-8 * exact.abs().max().item()
 
 
+def test_mods_see_descaled_scores_and_dropout_follows_its_seed() -> None:
+    q, k, v = _inputs()
+    table = _random(SEQ_Q, seed=4)
+    options: dict[str, Any] = {
+        "score_mod": "where(abs(score) < 0.5, 2.0 * score, score) + table[q_idx]",
+        "mask_mod": "(kv_idx + q_idx) % 3 > 0", "mod_tensors": {"table": table}, "dropout_p": 0.3,
+    }  # fmt: skip
+
+    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor, seed: Any) -> Any:
+        given = {**options, "mod_tensors": {"table": table}, "dropout_seed": seed}
+        return flashgen.attention(q, k, v, descale_q=2.0, descale_v=0.5, **given)
+
+    seed = torch.tensor([3, 4])
+    o = call(q, k, v, table, seed)
+    judged = Options(
+        dropout_p=0.3, dropout_seed=seed,
+        **dict(zip(("score_mod", "mask_mod", "mod_tensors"), written(*list(options.values())[:3]), strict=True)),
+    )  # fmt: skip
+    modifiers = modifiers_from((2, 4, SEQ_Q, SEQ_KV), q, judged).to(Tensor.double)
+    exact, _ = plain_attention(q.double() * 2, k.double(), v.double() / 2, modifiers=modifiers)
+    assert max_error(o, exact) <= 2.0**-8 * exact.abs().max().item()
+    assert torch.equal(call(q, k, v, table, (3, 4)), o) and not torch.equal(call(q, k, v, table, (3, 5)), o)
+    # Without a seed one is drawn.
+    torch.manual_seed(1)
+    drawn = call(q, k, v, table, None)
+    assert not torch.equal(call(q, k, v, table, None), drawn)
+    torch.manual_seed(1)
+    assert torch.equal(call(q, k, v, table, None), drawn)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v, table, seed), o)
+    with pytest.raises(InputError, match="mod_tensors have no gradient"):
+        call(q, k, v, table.clone().requires_grad_(), seed)
+
+
+def test_dropout_of_sequences_behind_each_other() -> None:
+    q, k, v = (each[0].transpose(0, 1)[:SEQ_Q] for each in _inputs())
+    starts = torch.tensor([0, SEQ_Q], dtype=torch.int32)
+    given: dict[str, Any] = {"descale_q": 2.0, "dropout_p": 0.4, "dropout_seed": (8, 9)}
+    o = flashgen.attention_varlen(q, k, v, starts, starts, SEQ_Q, SEQ_Q, **given)
+    alone = flashgen.attention(*(each.transpose(0, 1)[None] for each in (q, k, v)), **given)
+    assert isinstance(o, Tensor) and isinstance(alone, Tensor) and torch.equal(alone[0].transpose(0, 1), o)
+    assert not torch.equal(flashgen.attention_varlen(q, k, v, starts, starts, SEQ_Q, SEQ_Q, descale_q=2.0), o)  # type: ignore[arg-type]
+
+
 def test_sequences_behind_each_other() -> None:
     q, k, v = (each[0].transpose(0, 1)[:SEQ_Q] for each in _inputs())
     starts = torch.tensor([0, 100, 100, SEQ_Q], dtype=torch.int32)
@@ -149,6 +195,9 @@ def test_descales_are_for_fp8() -> None:
     for values in ({"descale": "head"}, {"dtype": "fp8", "descale": "block", "varlen": True}):
         with pytest.raises(InputError, match="is for fp8 inputs, and blocks for those that are not varlen"):
             Spec(**values)  # type: ignore[arg-type]
+    for wide in ({"head_dim": 257}, {"head_dim_v": 320}):
+        with pytest.raises(InputError, match="fp8 inputs have heads of at most 256, but got"):
+            Spec(dtype="fp8", **wide)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [{}, {"descale_q": 2.0}, {"window": (3, 3)}])
@@ -258,6 +307,8 @@ def _variants() -> list[tuple[Variant, Gpu]]:
         (Spec(dtype="fp8", causal=causal, descale="block"), H100),
         (Spec(head_dim=256, head_dim_v=256, dtype="fp8", descale="head"), H100),
         (Spec(head_dim=80, head_dim_v=48, dtype="fp8", causal=causal, softcap=True, sinks=True, descale="block"), H100),
+        (Spec(dtype="fp8", causal=causal, dropout=True, descale="block"), H100),
+        (Spec(dtype="fp8", causal=causal, **features("score_mod", "relative bias"), descale="block"), H100),
     ]
     return [(Variant(family, spec, family.default(spec, gpu)), gpu) for spec, gpu in specs]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
+import mods
 import pytest
 import torch
 from interpreted import Interpreter, assert_right, interpreter_of
@@ -14,7 +16,9 @@ from torch import Tensor
 from flashgen.cases import SMALL_CASES, Case
 from flashgen.check import max_error
 from flashgen.descales import BLOCK, FP8, Descales, dequantised
-from flashgen.reference import plain_attention
+from flashgen.dropout import Dropout
+from flashgen.modifiers import Modifiers
+from flashgen.reference import plain_attention, rounded_to_e4m3
 from flashgen.space import Config
 from flashgen.spec import Causal, Descale, Problem, Spec
 
@@ -50,6 +54,9 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"softcap": True, "window": True},
     {"bias": "bf16", "mask": True, "sinks": True},
     {"alibi": True, "segments": True},
+    {"dropout": True, "window": True},
+    {"softcap": True, "dropout": True, **mods.features("score_mod", "table")},
+    {"sinks": True, **mods.features("mask_mod", "dilated")},
 )
 
 
@@ -120,3 +127,42 @@ def test_negative_numbers_give_nan(interpreter: Interpreter) -> None:
     for numbers in (Descales(bad, good, good), Descales(good, bad, good), Descales(good, good, bad)):
         o, _ = _run(interpreter, q, k, v, numbers)
         assert o[:, 0].isfinite().all() and o[:, 1].isnan().all()
+
+
+def test_sequences_behind_each_other(interpreter: Interpreter) -> None:
+    """Of different lengths, one empty, each head of each with its own descales, some probabilities dropped."""
+    lengths_q, lengths_k, heads, width = (20, 0, 37), (33, 5, 18), 2, 16
+    starts_q, starts_k = (
+        torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in (lengths_q, lengths_k)
+    )
+    q, k, v = (
+        _draw(sum(lengths), heads, width, seed=seed) for seed, lengths in enumerate((lengths_q, lengths_k, lengths_k))
+    )
+    numbers = [torch.randn(3, heads, generator=torch.Generator().manual_seed(seed)).exp2() for seed in range(3)]
+    dropout = Dropout(0.3, torch.tensor([5, 7]))
+    given = Modifiers(dropout=dropout, descales=Descales(*numbers)).arguments("bottom_right")
+    spec = Spec("forward", width, width, "fp8", "bottom_right", dropout=True, varlen=True, descale="head")
+    o = torch.zeros(sum(lengths_q), heads, width, dtype=torch.bfloat16)
+    lse = torch.full((heads, sum(lengths_q)), torch.nan)
+
+    def view(tensor: Tensor, longest: int) -> Tensor:
+        return tensor.as_strided((3, heads, longest, width), (0, width, heads * width, 1))
+
+    views = view(q, 37), view(k, 33), view(v, 33), view(o, 37)
+    empty = torch.empty(0, dtype=torch.int32)
+    interpreter.launcher(spec, _config(16, 32))(*views, lse, *given, starts_q, starts_k, empty, 57, 56, 0.25)
+    for index in range(3):
+        rows, keys = (slice(int(each[index]), int(each[index + 1])) for each in (starts_q, starts_k))
+        wide = [
+            dequantised(each[some].transpose(0, 1)[None], number[index : index + 1], torch.float64)
+            for each, some, number in zip((q, k, v), (rows, keys, keys), numbers, strict=True)
+        ]
+        own = Modifiers(dropout=dropout._replace(first=index))
+        call: dict[str, Any] = {"causal": "bottom_right", "scale": 0.25, "modifiers": own}
+        exact, exact_lse = plain_attention(*wide, **call)
+        rounded, _ = plain_attention(*wide, **call, rounding_p=rounded_to_e4m3)
+        largest = exact.abs().max().item() if exact.numel() else 0.0
+        assert max_error(lse[:, rows], exact_lse[0]) <= 1e-5
+        # The interpreter truncates bf16.
+        allowed = 2 * max_error(rounded, exact) + 2.0**-7 * largest
+        assert max_error(o[rows].transpose(0, 1), exact[0]) <= allowed

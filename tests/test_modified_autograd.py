@@ -328,10 +328,20 @@ def test_mapped_and_differentiated_as_in_a_loop(mapped: str, shape: tuple[int, .
             torch.testing.assert_close(one, other)
 
 
-def test_mapped_sinks_are_refused() -> None:
+def test_mapped_sinks() -> None:
     q, k, v = tensors()
-    with pytest.raises(UnsupportedError, match="no vmap over sinks"):
-        torch.vmap(lambda sinks: flashgen.attention(q, k, v, sinks=sinks))(torch.ones(3, 4))
+    sinks = random(3, 4, seed=8)
+
+    def loss(sinks: Tensor, v: Tensor) -> Tensor:
+        o, lse = _o_lse(q, k, v, sinks=sinks)
+        return (o.cos() * o).sum() + lse.sin().sum()
+
+    for function in (loss, torch.func.grad(loss, argnums=(0, 1))):
+        rows = [function(each, v) for each in sinks]
+        actual = torch.vmap(function, in_dims=(0, None))(sinks, v)
+        results = [[each] if isinstance(each, Tensor) else each for each in (actual, *rows)]
+        for one, *others in zip(*results, strict=True):
+            torch.testing.assert_close(one, torch.stack(others))
 
 
 def test_jacobians_are_rows_of_gradients() -> None:

@@ -57,6 +57,16 @@ def test_beside_other_features(forward: Interpreter, backward: Interpreter, feat
     assert_right(backward.launcher(spec.backward, BACKWARD), spec.backward, CASES[1:])
 
 
+@pytest.mark.parametrize("name", ["nothing", "prefix", "random"])
+@pytest.mark.parametrize("other", [{}, {"window": True}, {"segments": True}], ids="+".join)
+def test_rows_that_see_nothing(forward: Interpreter, backward: Interpreter, other: dict[str, bool], name: str) -> None:
+    """Where no row of a block sees a key, ranges of blocks are empty in more than one way."""
+    spec = Spec("forward", 16, 16, "fp32", "bottom_right", **other, **features("mask_mod", name))
+    cases = (SMALL_CASES[2], Case("tail", Problem(1, 2, 1, 62, 32)))
+    assert_right(forward.launcher(spec, FORWARD), spec, cases)
+    assert_right(backward.launcher(spec.backward, BACKWARD), spec.backward, cases)
+
+
 def test_two_expressions_read_the_same_tensors(forward: Interpreter, backward: Interpreter) -> None:
     spec = Spec(
         "forward", 16, 16, "fp32", score_mod="(score + mod0[head, q_idx])", mask_mod="(mod1[q_idx] == mod1[kv_idx])",

@@ -190,3 +190,17 @@ def test_under_torch_func() -> None:
     q, k, v = _qkv()
     (expected,) = torch.autograd.grad(_call(q.requires_grad_(), k, v)[0].sum(), q)
     torch.testing.assert_close(torch.func.grad(lambda q: _call(q, k, v)[0].sum())(q.detach()), expected)
+
+
+def test_mapped_calls_are_calls_one_after_the_other() -> None:
+    q, k, v = _qkv()
+    queries = torch.stack([q, q + 1])
+
+    def values(q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return _call(q, k, v, causal=True)
+
+    gradients = torch.func.grad(lambda q, v: _call(q, k, v)[0].cos().sum(), argnums=(0, 1))
+    for function in (values, gradients):
+        actual = torch.vmap(function, in_dims=(0, None))(queries, v)
+        for one, *others in zip(actual, *(function(each, v) for each in queries), strict=True):
+            torch.testing.assert_close(one, torch.stack(others))

@@ -2,13 +2,14 @@
 
 compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py forward backward modified
 compute-sanitizer --tool racecheck python tests/gpu/sanitize.py forward
+for pair in 0 1 2 3 4 5 6 7 8 9 10 11; do compute-sanitizer python tests/gpu/sanitize.py modified:$pair & done
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +30,15 @@ LENGTHS = ((1, 1), (65, 130), (200, 193), (384, 512))
 CASES = tuple(Case(f"{q}x{k}", Problem(1, 4, 2, q, k)) for q, k in LENGTHS)
 PAIRS = (
     ("softcap", "window"), ("alibi", "bias"), ("mask", "sinks"), ("window", "segments"), ("bias", "softcap"),
-    ("mask", "alibi"), ("segments", "bias"), ("window", "sinks"),
+    ("mask", "alibi"), ("segments", "bias"), ("window", "sinks"), ("dropout", "window"), ("score_mod", "mask_mod"),
+    ("mask_mod", "segments"), ("wide", "softcap"),
 )  # fmt: skip
+FIELDS: dict[str, dict[str, Any]] = {
+    "bias": {"bias": "bf16"},
+    "score_mod": {"score_mod": "(score + mod0[head, (q_idx - kv_idx)])", "mod_tensors": "fp32[2]"},
+    "mask_mod": {"mask_mod": "((kv_idx <= q_idx) | (kv_idx < 70))"},
+    "wide": {"head_dim": 320, "head_dim_v": 288},
+}
 
 
 def forward() -> None:
@@ -67,16 +75,21 @@ def _backwards() -> Iterator[Family]:
     return (family for family in FAMILIES.values() if family.op == "backward")
 
 
-def modified() -> None:
-    for pair, causal, name in itertools.product(PAIRS, MASKS, ("triton_fwd", "triton_bwd")):
-        family = FAMILIES[name]
-        names = [each for each in pair if (each, family.op) != ("sinks", "backward")]
-        flags: dict[str, Any] = {each: "bf16" if each == "bias" else True for each in names}
-        spec = Spec(family.op, 64, 64, "bf16", causal, **flags)
+def modified(pairs: Sequence[tuple[str, str]] = PAIRS) -> None:
+    for pair, causal, name in itertools.product(pairs, MASKS, ("triton_fwd", "triton_bwd")):
+        fields: dict[str, Any] = {"head_dim": 64, "head_dim_v": 64}
+        for each in pair:
+            fields |= FIELDS.get(each, {each: True})
+        family, spec = FAMILIES[name], Spec(dtype="bf16", causal=causal, **fields)
+        spec = spec if family.op == "forward" else spec.backward
         _checked(Variant(family, spec, family.default(spec, current_gpu())))
 
 
 if __name__ == "__main__":
     for each in sys.argv[1:]:
-        {"forward": forward, "backward": backward, "modified": modified}[each]()
+        name, _, place = each.partition(":")
+        if place:
+            modified(PAIRS[int(place) :][:1])
+        else:
+            {"forward": forward, "backward": backward, "modified": modified}[name]()
         print(f"{each}: all right", flush=True)

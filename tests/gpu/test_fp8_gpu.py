@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mods import features
 from torch import Tensor
 
 import flashgen
@@ -28,7 +29,8 @@ CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
 DESCALES: tuple[Descale, ...] = ("tensor", "head", "block")
 FEATURES: tuple[dict[str, Any], ...] = (
     {}, {"softcap": True, "window": True}, {"bias": "bf16"}, {"mask": True, "sinks": True},
-    {"alibi": True, "segments": True},
+    {"alibi": True, "segments": True}, {"dropout": True}, {"softcap": True, **features("score_mod", "table")},
+    {"dropout": True, **features("mask_mod", "documents")},
 )  # fmt: skip
 
 
