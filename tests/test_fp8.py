@@ -132,7 +132,7 @@ def test_mods_see_descaled_scores_and_dropout_follows_its_seed() -> None:
     assert torch.equal(call(q, k, v, table, None), drawn)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(q, k, v, table, seed), o)
-    with pytest.raises(InputError, match="mod_tensors have no gradient"):
+    with pytest.raises(UnsupportedError, match="no backward"):
         call(q, k, v, table.clone().requires_grad_(), seed)
 
 
@@ -328,7 +328,8 @@ def test_defaults_compile_for_gpus_that_are_not_here(each: Variant, gpu: Gpu) ->
 
 
 def test_text_is_formatted_and_clean(tmp_path: Path) -> None:
-    assert_formatted_and_clean([each for each, _ in _variants()], tmp_path)
+    # Expressions stand as their callers wrote them.
+    assert_formatted_and_clean([each for each, _ in _variants() if each.spec.score_mod == "none"], tmp_path)
 
 
 @pytest.mark.parametrize("descale", ["tensor", "head", "block"])
