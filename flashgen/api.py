@@ -10,15 +10,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashgen.autograd import Attention, Direct, is_direct, is_watched, refuse_tangents
+from flashgen.descales import FP8, Descales, Number
 from flashgen.dispatch import attend
 from flashgen.dropout import drawn
 from flashgen.expressions.given import written
+from flashgen.fp8 import attention_fp8
 from flashgen.modified import judged
 from flashgen.modified_autograd import Modified, flat, run
 from flashgen.modifiers import Options, check_gradients
-from flashgen.spec import DTYPE_NAMES
 from flashgen.tensors import (
     CPU_DTYPES,
+    GPU_DTYPES,
     as_autocast,
     causal_from,
     check_device,
@@ -59,13 +61,15 @@ def attention(
     dropout_p: float = 0,
     dropout_seed: Tensor | tuple[int, int] | None = None,
     generator: torch.Generator | None = None,
+    descale_q: Number | None = None,
+    descale_k: Number | None = None,
+    descale_v: Number | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v, by the fastest kernel known for this GPU; for CPU tensors, up to fp64, in plain torch.
 
     Args:
-        q: [batch, heads, seq_q, head_dim], any strides; fp16, bf16 or fp32.
-        k: [batch, kv_heads, seq_kv, head_dim]; query head h reads key head h // (heads // kv_heads).
-        v: [batch, kv_heads, seq_kv, head_dim_v].
+        q: [batch, heads, seq_q, head_dim], any strides; fp16, bf16 or fp32; or fp8, e4m3, which has no gradients.
+        k, v: [batch, kv_heads, seq_kv, head_dim] and head_dim_v; query head h reads head h // (heads // kv_heads).
         causal: True or "bottom_right" shows row i the keys j <= i + (seq_kv - seq_q); "top_left" j <= i.
         scale: multiplies the scores; default head_dim ** -0.5. Used as given: 0, or from 2**-100 to 2**126 in size.
         layout: "bshd" for tensors [batch, seq, heads, head_dim]; the output has the inputs' layout.
@@ -75,7 +79,7 @@ def attention(
             else seq_kv - seq_q; None is an open side.
         softcap: scaled scores become softcap * tanh(scores / softcap), before all that follows.
         alibi_slopes: [heads] or [batch, heads]; slope * |j - (i + seq_kv - seq_q)| is subtracted. Not differentiable.
-        bias: added, of q's dtype or fp32, broadcastable to [batch, heads, seq_q, seq_kv] in either layout.
+        bias: added, of the output's dtype or fp32, broadcastable to [batch, heads, seq_q, seq_kv] in either layout.
         mask: bool, broadcastable likewise; True is seen.
         sinks: [heads]; one more logit of every row, which has no value; lse includes it.
         segment_ids_q: int [batch, seq_q], with segment_ids_kv [batch, seq_kv]; a row sees the keys with its own id.
@@ -90,10 +94,12 @@ def attention(
         dropout_p: this part of the probabilities is dropped, the rest divided by 1 - dropout_p; lse does not change.
         dropout_seed: (seed, offset), or int64 [2] on q's device: equal ones drop the same, in any kernel.
         generator: draws the seed where none is given; default the device's own, which torch.manual_seed sets.
+        descale_q, descale_k, descale_v: what fp8 inputs are multiplied by; None is 1. A number, or fp32 [], [heads],
+            [batch, heads] or, one for each 128 tokens, [batch, heads, blocks], in either layout; not negative.
 
     Returns:
-        [batch, heads, seq_q, head_dim_v] in the inputs' dtype, or autocast's. A row that sees no key is 0 and its lse
-        -inf, or the sink. Both are differentiable by q, k, v, bias and sinks, once; gradients are bitwise repeatable.
+        [batch, heads, seq_q, head_dim_v] in the inputs' dtype, or autocast's; bf16 of fp8. A row that sees no key is 0
+        and its lse -inf, or the sink. Differentiable by q, k, v, bias and sinks, once, bitwise repeatable.
 
     Raises:
         InputError: the arguments do not fit together.
@@ -103,13 +109,15 @@ def attention(
         window is None and softcap is None and alibi_slopes is None and bias is None and mask is None
         and sinks is None and segment_ids_q is None and segment_ids_kv is None and dropout_p == 0
         and score_mod is None and mask_mod is None and mod_tensors is None
+        and descale_q is None and descale_k is None and descale_v is None
     ):  # fmt: skip
         return _plain(q, k, v, causal, scale, layout, return_lse, family)
     options = Options(
         softcap, alibi_slopes, bias, window, mask, segment_ids_q, segment_ids_kv, dropout_p, None, sinks,
         *written(score_mod, mask_mod, mod_tensors),
     )  # fmt: skip
-    return _modified(q, k, v, causal, scale, layout, return_lse, family, options, dropout_seed, generator)
+    descales = Descales(descale_q, descale_k, descale_v)
+    return _modified(q, k, v, causal, scale, layout, return_lse, family, options, descales, dropout_seed, generator)
 
 
 def _plain(
@@ -134,7 +142,7 @@ def _plain(
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v)
     if wants_grad:
-        if is_direct(q, k, v):
+        if is_direct(q, k, v) and q.dtype is not FP8:
             out, lse = _direct(q, k, v, causal_from(causal), scale, layout, True, family)
             return (out, lse) if return_lse else out
     elif device == "cuda" and not is_watched():
@@ -156,12 +164,16 @@ def _modified(
     return_lse: bool,
     family: str | None,
     options: Options,
+    descales: Descales,
     dropout_seed: object,
     generator: torch.Generator | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """With options, judged before anything is launched; those of the seed as the caller gave them."""
     if not all(isinstance(each, Tensor) for each in (q, k, v)):
         from_tensors(q, k, v, causal=causal, layout=layout)  # says which
+    if q.dtype == FP8 or descales.given:
+        options = options._replace(dropout_seed=drawn(options.dropout_p, dropout_seed, generator, q.device))
+        return attention_fp8(q, k, v, causal, scale, layout, return_lse, family, options, descales)
     if q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
         q, k, v = (as_autocast(tensor, q.device.type) for tensor in (q, k, v))
         if isinstance(options.bias, Tensor) and options.bias.dtype != torch.float32:
@@ -193,9 +205,11 @@ def _by_operator(
     wants_grad: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Calls that are differentiated, traced, mapped or on the CPU: one operator, which torch sees as a whole."""
+    if q.dtype == FP8:
+        return attention_fp8(q, k, v, causal, scale, layout, return_lse, family, Options(), Descales())
     mask = causal_from(causal)
     if _has_sizes(q, k, v):
-        check_tensors(q, k, v, layout, DTYPE_NAMES if q.is_cuda else CPU_DTYPES)
+        check_tensors(q, k, v, layout, GPU_DTYPES if q.is_cuda else CPU_DTYPES)
         check_scale(scale, q.dtype)
         check_device(q.device, family)
     # The operator alone serves tracers; torch.func.grad knows only autograd functions.

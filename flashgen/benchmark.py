@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flashgen.cases import mod_tensors
+from flashgen.descales import Descales, descales_from
 from flashgen.modifiers import Modifiers, Options, modifiers_from
 from flashgen.spec import EXPRESSIONS, TORCH_DTYPES, Problem, Spec
 
@@ -88,7 +89,8 @@ def inputs(spec: Spec, problem: Problem, device: str, seed: int = 0) -> tuple[to
     dtype = TORCH_DTYPES[spec.dtype]
 
     def draw(heads: int, seq: int, width: int) -> torch.Tensor:
-        return torch.randn(problem.batch, heads, seq, width, device=device, dtype=dtype, generator=generator)
+        drawn = torch.float32 if spec.dtype == "fp8" else dtype
+        return torch.randn(problem.batch, heads, seq, width, device=device, dtype=drawn, generator=generator).to(dtype)
 
     return (
         draw(problem.heads, problem.seq_q, spec.head_dim),
@@ -103,7 +105,13 @@ def usual_modifiers(spec: Spec, problem: Problem, q: torch.Tensor) -> Modifiers:
     options = usual_options(spec, problem, q)
     options |= {name: getattr(spec, name) for name in EXPRESSIONS if name in spec.features}
     tables = mod_tensors(spec, q.device, torch.Generator().manual_seed(1))
-    return modifiers_from(sizes, q, Options(**options, mod_tensors=tables))
+    found = modifiers_from(sizes, q, Options(**options, mod_tensors=tables))
+    if spec.dtype != "fp8":
+        return found
+    shape = {"tensor": (), "head": (1, 1), "block": (1, 1, 1)}[spec.descale]
+    one = 1.0 if spec.descale == "tensor" else torch.ones(shape, device=q.device)
+    heads, lengths = (problem.batch, problem.heads, problem.kv_heads), (problem.seq_q, problem.seq_kv)
+    return found._replace(descales=descales_from(heads, lengths, q, Descales(one, one, one)))
 
 
 def usual_options(spec: Spec, problem: Problem, q: torch.Tensor) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen.descales import BLOCK, Descales, descales_from
 from flashgen.expressions.given import TYPES
 from flashgen.modifiers import Modifiers, Options, modifiers_from
 from flashgen.spec import TORCH_DTYPES, Problem, Spec
@@ -105,7 +106,25 @@ def modifiers(spec: Spec, case: Case, device: str, like: Tensor, seed: int = 2) 
     options: dict[str, Any] = {"mod_tensors": mod_tensors(spec, device, generator)}
     for feature in spec.features:
         options |= given[feature]
-    return modifiers_from(whole, like, Options(**options))
+    found = modifiers_from(whole, like, Options(**options))
+    if spec.dtype != "fp8":
+        return found
+    return found._replace(descales=_descales(spec, case, like, generator))
+
+
+def _descales(spec: Spec, case: Case, like: Tensor, generator: torch.Generator) -> Descales:
+    """Descales around 1, not all in one memory order; some blocks of values have 0."""
+    sizes = case.problem
+    if spec.descale == "tensor":
+        return Descales(0.7, 1.3, 3.0)
+    drawn = []
+    for heads, length in ((sizes.heads, sizes.seq_q), (sizes.kv_heads, sizes.seq_kv), (sizes.kv_heads, sizes.seq_kv)):
+        shape = (sizes.batch, heads, -(-length // BLOCK))[: 2 if spec.descale == "head" else 3]
+        order = torch.exp2(torch.randn(shape[::-1], generator=generator) * 0.5)
+        drawn.append(order.permute(*reversed(range(len(shape)))))
+    drawn[2][torch.rand(drawn[2].shape, generator=generator) < 0.1] = 0.0
+    given = Descales(*(each.to(like.device) for each in drawn))
+    return descales_from((sizes.batch, sizes.heads, sizes.kv_heads), (sizes.seq_q, sizes.seq_kv), like, given)
 
 
 def mod_tensors(spec: Spec, device: str | torch.device, generator: torch.Generator) -> list[Tensor]:

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from flashgen.cases import CASES, Case, modifiers, strided_like, tensors
+from flashgen.descales import dequantised
 from flashgen.modifiers import NOTHING, Modifiers
-from flashgen.reference import plain_attention
+from flashgen.reference import plain_attention, rounded_to_e4m3
 from flashgen.space import Rejection
-from flashgen.spec import Spec
+from flashgen.spec import TORCH_DTYPES, Spec
 
 # Takes flashgen.launch.arguments_of the spec, without the workspace.
 Launch = Callable[..., None]
 
-# The accept rule: error <= factor * (error of plain attention in the inputs' dtype) + floor.
+# The accept rule: error <= factor * (error of plain attention in the inputs' dtype) + floor. That of fp8 inputs is in
+# fp32 on what they stand for, with P rounded to e4m3 as kernels round it, and the output to bf16.
 FORWARD_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 FLOOR = 1e-5
@@ -71,9 +73,17 @@ def _prepare_forward(spec: Spec, case: Case, device: str) -> Prepared:
     q, k, v = tensors(spec, case, device)
     shaping = modifiers(spec, case, device, q)
     wide = shaping.to(Tensor.double)
-    o, lse = plain_attention(q.double(), k.double(), v.double(), causal=spec.causal, modifiers=wide)
-    plain_o, plain_lse = plain_attention(q, k, v, causal=spec.causal, rounding=_rounding(spec), modifiers=shaping)
-    if spec.dtype != "fp32":
+    o, lse = plain_attention(*_widened(torch.float64, q, k, v, shaping), causal=spec.causal, modifiers=wide)
+    if spec.dtype == "fp8":
+        # Its products round nothing but P, and the output is bf16.
+        plain_o, plain_lse = plain_attention(
+            *_widened(torch.float32, q, k, v, shaping), causal=spec.causal, rounding_p=rounded_to_e4m3,
+            modifiers=shaping,
+        )  # fmt: skip
+        plain_o = plain_o.to(TORCH_DTYPES[spec.out_dtype])
+    else:
+        plain_o, plain_lse = plain_attention(q, k, v, causal=spec.causal, rounding=_rounding(spec), modifiers=shaping)
+    if spec.dtype not in ("fp32", "fp8"):
         _, plain_lse = plain_attention(q.float(), k.float(), v.float(), causal=spec.causal, modifiers=shaping)
     expected = (
         Expected("output", o, FORWARD_FACTOR * max_error(plain_o, o) + FLOOR),
@@ -84,6 +94,12 @@ def _prepare_forward(spec: Spec, case: Case, device: str) -> Prepared:
         ),
     )
     return Prepared(case, (q, k, v), expected, shaping)
+
+
+def _widened(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, shaping: Modifiers) -> list[Tensor]:
+    """q, k and v in a wider dtype, fp8 times its descales."""
+    numbers = [1.0 if each is None else each for each in shaping.descales or (None, None, None)]
+    return [dequantised(*each, dtype) for each in zip((q, k, v), numbers, strict=True)]
 
 
 def _prepare_backward(spec: Spec, case: Case, device: str) -> Prepared:
@@ -190,7 +206,7 @@ def _run(launch: Launch, spec: Spec, prepared: Prepared) -> list[Tensor]:
         torch.full(
             each.value.shape,
             torch.nan,
-            dtype=_dtype(each.name, prepared),
+            dtype=_dtype(each.name, spec, prepared),
             device=each.value.device,
         )
         for each in prepared.expected
@@ -205,8 +221,8 @@ def _run(launch: Launch, spec: Spec, prepared: Prepared) -> list[Tensor]:
     return results
 
 
-def _dtype(name: str, prepared: Prepared) -> torch.dtype:
+def _dtype(name: str, spec: Spec, prepared: Prepared) -> torch.dtype:
     """Of a result that a kernel writes."""
     if name == "dbias" and prepared.modifiers.bias is not None:
         return prepared.modifiers.bias.dtype
-    return torch.float32 if name == "lse" else prepared.inputs[0].dtype
+    return torch.float32 if name == "lse" else TORCH_DTYPES[spec.out_dtype]

@@ -66,7 +66,7 @@ def choose(
     sought = [(spec.tuned_as.label, [each for each in tuned if each[1].spec.tuned_as == spec.tuned_as])]
     if spec.kind != spec.tuned_as:
         sought.append(("other expressions", [each for each in tuned if each[1].spec.kind == spec.kind]))
-    if spec.features:
+    if spec != spec.plain:
         plain = spec.plain.tuned_as
         sought.append((plain.label, [each for each in tuned if each[1].spec.tuned_as == plain]))
     for label, same in sought:

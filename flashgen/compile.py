@@ -22,7 +22,7 @@ from flashgen.hardware import Gpu
 from flashgen.paths import generated_dir
 from flashgen.render import kernel_options, render
 from flashgen.resources import Resources, resources_of
-from flashgen.spec import Spec
+from flashgen.spec import ELEMENT_BYTES, Spec
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -174,13 +174,14 @@ def _gluon_source(kernel: Any, blocks: Mapping[str, list[int]], spec: Spec, opti
     return GluonASTSource(kernel, ordered, constexprs=constants)
 
 
+_TYPES = {"fp8": "fp8e4nv"}  # Triton's names, where they differ
 # Pointers to contiguous fp32, whatever the spec's dtype; all but the last are allocated by us, thus aligned.
 FLOAT_POINTERS = ("LSE", "WORKSPACE", "DLSE")
 # Of a bias and its gradient the spec has the type.
 _MODIFIER_POINTERS = {
     "ALIBI_SLOPES": "*fp32", "BIAS": None, "DBIAS": None, "MASK": "*u8", "SEGMENT_IDS_Q": "*i32",
-    "SEGMENT_IDS_KV": "*i32", "DROPOUT_SEED": "*i64", "SINKS": "*fp32", "CU_SEQLENS_Q": "*i32", "CU_SEQLENS_K": "*i32",
-    "SEQUSED_K": "*i32",
+    "SEGMENT_IDS_KV": "*i32", "DROPOUT_SEED": "*i64", "SINKS": "*fp32", "DESCALE_Q": "*fp32", "DESCALE_K": "*fp32",
+    "DESCALE_V": "*fp32", "CU_SEQLENS_Q": "*i32", "CU_SEQLENS_K": "*i32", "SEQUSED_K": "*i32",
 }  # fmt: skip
 
 _MOD_TYPES = {"int32": "i32", "int64": "i64", "bool": "u8"}
@@ -205,16 +206,19 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
         elif parameter.annotation_type:
             signature[name] = parameter.annotation_type
             if aligned and name.startswith("stride_"):
-                attributes[(index,)] = [["tt.divisibility", 16 // spec.element_bytes]]
+                dtype = spec.out_dtype if name.startswith("stride_o") else spec.dtype
+                attributes[(index,)] = [["tt.divisibility", 16 // ELEMENT_BYTES[dtype]]]
         elif name.startswith("MOD"):
-            signature[name] = "*" + _MOD_TYPES.get(dtype := spec.tensors[int(name[3:])][0], dtype)
+            element = spec.tensors[int(name[3:])][0]
+            signature[name] = "*" + _MOD_TYPES.get(element, element)
         elif name in _MODIFIER_POINTERS:
             signature[name] = _MODIFIER_POINTERS[name] or f"*{spec.bias}"
             # The caller's own tensors: of the others nothing is known of where they start.
             if options.get("DENSE") and name in ("BIAS", "DBIAS", "MASK"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "*fp32" if name in FLOAT_POINTERS else f"*{spec.dtype}"
+            dtype = spec.out_dtype if name == "O" else spec.dtype
+            signature[name] = "*fp32" if name in FLOAT_POINTERS else f"*{_TYPES.get(dtype, dtype)}"
             if name in FLOAT_POINTERS[:2] or (aligned and name != "DLSE"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, constants, attributes)
@@ -239,10 +243,10 @@ def kernel_resources(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOL
     scores = q.new_empty(1, group, WHOLE, seq_kv)
     strided = [scores for name in ("bias", "mask") if name in spec.features]
     slopes = [q.new_empty(1, group)] if spec.alibi else []
+    descales = {"tensor": [], "head": [scores[:, :, 0, 0]] * 3, "block": [scores[:, :, :1, 0]] * 3}[spec.descale]
     gradient = [scores] if spec.op == "backward" and "bias" in spec.features else []
-    options = next(
-        each.options for each in launches(variant, *tensors, *gradient, *slopes, *strided) if each.kernel == kernel
-    )
+    tensors = (*tensors, *descales, *gradient, *slopes, *strided)
+    options = next(each.options for each in launches(variant, *tensors) if each.kernel == kernel)
     return resources_of(compile_kernel(variant, gpu, kernel=kernel, options=options, aligned=aligned))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashgen.descales import dequantised
 from flashgen.modifiers import NOTHING, Modifiers
 from flashgen.reference import Gradients, tiled_attention, tiled_backward
 from flashgen.tensors import empty_gradient, empty_output
@@ -22,8 +23,11 @@ def attend_on_cpu(
     layout: str,
     modifiers: Modifiers = NOTHING,
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse), arguments as for `flashgen.attention`; `causal` is a Spec's."""
-    views = (_turned(layout, each) for each in (q, k, v))
+    """(o, lse), arguments as for `flashgen.attention`; `causal` is a Spec's. fp8 inputs are computed in fp32."""
+    views = [_turned(layout, each) for each in (q, k, v)]
+    if modifiers.descales is not None:
+        numbers = [1.0 if each is None else each for each in modifiers.descales]
+        views = [dequantised(*each, torch.float32) for each in zip(views, numbers, strict=True)]
     with torch.autocast("cpu", enabled=False):
         result, lse = tiled_attention(*views, causal=causal, scale=scale, modifiers=modifiers)
     return empty_output(q, v).copy_(_turned(layout, result)), lse

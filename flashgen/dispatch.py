@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from flashgen.cpu import attend_on_cpu
+from flashgen.descales import FP8, Descales, Number, check_descales, descales_from
 from flashgen.errors import InputError
 from flashgen.expressions.given import written
 from flashgen.gradients import forget as forget_gradients
 from flashgen.gradients import remember
+from flashgen.modified import attend as attend_modified
 from flashgen.modified import forget as forget_modified
 from flashgen.modifiers import Options, modifiers_from
 from flashgen.spec import Op
@@ -101,6 +103,11 @@ def attend(
         from_tensors(q, k, v, causal=causal, layout=layout)
         raise
     if plan is None:
+        if q.dtype is FP8:
+            # Its plans are those of calls with descales.
+            given = (causal_from(causal), scale, layout, return_lse, family, Options(), Descales())
+            result = attend_modified(q, k, v, *given)
+            return result if return_lse else result[0]
         plan = _plan(key, q, k, v, causal, layout, return_lse, family)
     if scale is None:
         scale = plan.scale
@@ -139,6 +146,9 @@ def explain(
     dropout_p: float = 0,
     dropout_seed: object = None,
     generator: torch.Generator | None = None,
+    descale_q: Number | None = None,
+    descale_k: Number | None = None,
+    descale_v: Number | None = None,
 ) -> Selection:
     """Which kernel `attention` would launch for these tensors, from which file and why, and what was refused.
 
@@ -158,6 +168,10 @@ def explain(
         *written(score_mod, mask_mod, mod_tensors),
     )  # fmt: skip
     modifiers = modifiers_from((problem.batch, problem.heads, problem.seq_q, problem.seq_kv), q, options)
+    descales = Descales(descale_q, descale_k, descale_v)
+    check_descales(q, descales)
+    heads, lengths = (problem.batch, problem.heads, problem.kv_heads), (problem.seq_q, problem.seq_kv)
+    modifiers = modifiers._replace(descales=descales_from(heads, lengths, q, descales) if q.dtype == FP8 else None)
     spec = with_features(replace(spec, op=op), modifiers)
     return select_for(spec, problem, family, [with_contiguous_rows(each) for each in (q, k, v)])
 

@@ -16,7 +16,7 @@ from flashgen.families import Variant
 from flashgen.launch import arguments_of, bind, laid_out, launcher, workspace_size
 from flashgen.reference import tiled_attention
 from flashgen.space import Rejection
-from flashgen.spec import Problem, Spec
+from flashgen.spec import TORCH_DTYPES, Problem, Spec
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def _tensors(spec: Spec, problem: Problem) -> dict[str, Tensor | float | None]:
     modifiers = usual_modifiers(spec, problem, q)
     given |= dict(zip(spec.modifiers, modifiers.arguments(spec.causal), strict=True))
     if spec.op == "forward":
-        o = torch.empty(*q.shape[:3], spec.head_dim_v, dtype=q.dtype, device="cuda")
+        o = torch.empty(*q.shape[:3], spec.head_dim_v, dtype=TORCH_DTYPES[spec.out_dtype], device="cuda")
         return {**given, "o": o, "lse": torch.empty(q.shape[:3], dtype=torch.float32, device="cuda")}
     # The true log-sum-exp, so that P sums to one: what is multiplied decides the power drawn, thus the clock.
     o, lse = tiled_attention(q, k, v, causal=spec.causal, modifiers=modifiers)

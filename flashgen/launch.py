@@ -17,7 +17,7 @@ from flashgen.compile import Launch, compile_kernel, launches, module_of
 from flashgen.errors import UnsupportedError
 from flashgen.families import Variant
 from flashgen.hardware import gpu_of
-from flashgen.spec import Spec
+from flashgen.spec import DESCALES, Spec
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -45,7 +45,8 @@ def arguments_of(spec: Spec) -> tuple[str, ...]:
 @functools.cache
 def laid_out(spec: Spec) -> tuple[str, ...]:
     """Those whose layout a kernel is bound to; the others are contiguous, or numbers."""
-    return (*_LAID_OUT[spec.op], *(name for name in arguments_of(spec) if name in _STRIDED))
+    strided = _STRIDED if spec.descale == "tensor" else (*_STRIDED, *DESCALES)
+    return (*_LAID_OUT[spec.op], *(name for name in arguments_of(spec) if name in strided))
 
 
 _compiling = threading.Lock()

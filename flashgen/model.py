@@ -179,7 +179,7 @@ def _pass(tile: Tile, spec: Spec, resources: Resources, gpu: Gpu, narrow: bool) 
 
     tensor = 0.0
     if _products(loop):
-        rate = gpu.tensor_tflops * 1e3 / (2 * gpu.num_sms * gpu.clock_ghz) / (2 if spec.dtype == "fp32" else 1)
+        rate = gpu.tensor_tflops * 1e3 / (2 * gpu.num_sms * gpu.clock_ghz) * {"fp32": 0.5, "fp8": 2}.get(spec.dtype, 1)
         if not warpgroups and gpu.backend == "cuda" and 90 <= gpu.sm < 120:
             rate *= MMA_SYNC_RATE
         tensor = tile.block * tile.step * tile.width / rate

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from flashgen.cpu import attend_on_cpu, gradients_on_cpu
+from flashgen.descales import FP8, Descales, check_descales, descales_from
 from flashgen.expressions.given import types_of
 from flashgen.gradients import Plan, check_results, remember
 from flashgen.modifiers import Modifiers, Options, check_cap, modifiers_from
-from flashgen.spec import DTYPE_NAMES, Op
+from flashgen.spec import Op
 from flashgen.tensors import (
     CPU_DTYPES,
+    GPU_DTYPES,
     MAX_SCALE,
     MIN_SCALE,
     check_device,
@@ -35,20 +37,28 @@ _plans: dict[tuple[object, ...], Plan] = {}
 
 
 def judged(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, layout: str, family: str | None, options: Options
-) -> Modifiers:
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, layout: str, family: str | None, options: Options,
+    descales: Descales | None = None,
+) -> Modifiers:  # fmt: skip
     """The options of a call in the form in which kernels take them; everything else about it is checked as well.
+
+    Descales are for fp8 inputs, which need them, even if none is given.
 
     Raises:
         InputError: the arguments do not fit together.
         UnsupportedError: nothing runs on this device.
     """
-    problem = check_tensors(q, k, v, layout, DTYPE_NAMES if q.is_cuda else CPU_DTYPES)
+    check_descales(q, descales)
+    dtypes = GPU_DTYPES if q.is_cuda else CPU_DTYPES
+    problem = check_tensors(q, k, v, layout, dtypes if descales is None else (FP8,))
     check_scale(scale, q.dtype)
     check_device(q.device, family)
     modifiers = modifiers_from((problem.batch, problem.heads, problem.seq_q, problem.seq_kv), q, options)
     check_cap(options, scale)
-    return modifiers
+    if descales is None:
+        return modifiers
+    heads, lengths = (problem.batch, problem.heads, problem.kv_heads), (problem.seq_q, problem.seq_kv)
+    return modifiers._replace(descales=descales_from(heads, lengths, q, descales))
 
 
 def attend(
@@ -61,6 +71,7 @@ def attend(
     return_lse: bool,
     family: str | None,
     options: Options,
+    descales: Descales | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`flashgen.attention` with options, without autograd, autocast and tracing; `causal` is a Spec's.
 
@@ -71,7 +82,7 @@ def attend(
         InputError: the arguments do not fit together.
         UnsupportedError: no kernel does this.
     """
-    modifiers = judged(q, k, v, scale, layout, family, options)
+    modifiers = judged(q, k, v, scale, layout, family, options, descales)
     if q.is_cuda:
         out, lse = attend_on_gpu(q, k, v, causal, scale, layout, return_lse, family, modifiers)
     else:
@@ -214,7 +225,7 @@ def planned(
     key = (
         op, causal, layout, family, varlen, q.dtype is torch.float32 and tf32_allowed(),
         *((each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15) for each in tensors),
-        *(_kind(each) for each in modifiers), types_of(modifiers.mod_tensors),
+        *(_kind(each) for each in (*modifiers, *(modifiers.descales or ()))), types_of(modifiers.mod_tensors),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is not None:

@@ -40,7 +40,7 @@ def flat(options: Options) -> tuple[Any, ...]:
     return tuple(known[name] for name in _FLAT)
 
 
-def _options(*given: Any) -> Options:
+def options_from(*given: Any) -> Options:
     """Back from `flat`, of which the sinks may be left out."""
     known = dict(zip(_FLAT, given, strict=False))
     window = known.pop("window_left"), known.pop("window_right")
@@ -79,7 +79,7 @@ def compute(
 
     Options as `flashgen.attention` takes them, expressions in canonical form.
     """
-    options = _options(
+    options = options_from(
         softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, dropout_p,
         dropout_seed, score_mod, mask_mod, mod0, mod1, mod2, mod3, sinks,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def compute_gradients(
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias) of what `forward_modified` computed, dbias empty when it is not wanted."""
-    options = _options(
+    options = options_from(
         softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, dropout_p,
         dropout_seed, score_mod, mask_mod, mod0, mod1, mod2, mod3,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashgen.descales import FP8, Descales
 from flashgen.dropout import Dropout, dropout_from
 from flashgen.errors import InputError
 from flashgen.expressions.given import judge
@@ -42,6 +43,7 @@ class Modifiers(NamedTuple):
         score_mod: canonical expression of the scaled scores (flashgen.expressions), before all of this.
         mask_mod: canonical condition for what is seen.
         mod_tensors: what they read, contiguous.
+        descales: what fp8 inputs are multiplied by, before all that.
     """
 
     softcap: float | None = None
@@ -56,13 +58,15 @@ class Modifiers(NamedTuple):
     score_mod: str | None = None
     mask_mod: str | None = None
     mod_tensors: tuple[Tensor, ...] = ()
+    descales: Descales | None = None
 
     def arguments(self, causal: str) -> tuple[Tensor | float, ...]:
-        """What kernels take of it: every field that there is, in order, the window as two numbers, bool as bytes.
+        """What kernels take of it: descales, then every other field that there is, in order.
 
-        Expressions are part of the kernel; their tensors come with their sizes.
+        The window is two numbers, bool are bytes. Expressions are part of the kernel; their tensors come with their
+        sizes.
         """
-        found: list[Tensor | float] = []
+        found = [] if self.descales is None else [each for each in self.descales if each is not None]
         for value in self:
             if isinstance(value, Dropout):
                 found += value.arguments
@@ -141,8 +145,9 @@ def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Opti
             raise InputError(f"alibi_slopes must be [{heads}] or [{batch}, {heads}], but got {tuple(slopes.shape)}.")
         slopes = slopes.to(wide).expand(batch, heads)
     added = _floats("bias", options.bias, like)
-    if added is not None and added.dtype not in (like.dtype, torch.float32):
-        raise InputError(f"bias must be {like.dtype}, as q, or torch.float32, but got {added.dtype}. Cast it.")
+    own = torch.bfloat16 if like.dtype == FP8 else like.dtype
+    if added is not None and added.dtype not in (own, torch.float32):
+        raise InputError(f"bias must be {own}, as the output, or torch.float32, but got {added.dtype}. Cast it.")
     sink = _floats("sinks", options.sinks, like)
     if sink is not None and tuple(sink.shape) != (heads,):
         raise InputError(f"sinks must be [{heads}], one a head, but got {tuple(sink.shape)}.")

@@ -119,12 +119,14 @@ def plain_attention(
     causal: str = "none",
     scale: float | None = None,
     rounding: Callable[[Tensor], Tensor] = lambda operand: operand,
+    rounding_p: Callable[[Tensor], Tensor] = lambda p: p,
     modifiers: Modifiers = NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v with the whole score matrix in memory, every step in the inputs' dtype.
 
     Run on float64 inputs it is the reference; run on the inputs' own dtype it is the yardstick of the accept rule.
-    `rounding` is applied to the operands of both products, as tensor cores round fp32 to TF32.
+    `rounding` is applied to the operands of both products, as tensor cores round fp32 to TF32; `rounding_p` to P, as
+    `rounded_to_e4m3` does for fp8.
 
     Returns:
         o [batch, heads, seq_q, head_dim_v] in the inputs' dtype, and lse [batch, heads, seq_q] (natural log) in
@@ -136,9 +138,18 @@ def plain_attention(
     scores, _ = modified(scores, k.shape[2], modifiers)
     seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers, heads=(q.shape[0], q.shape[1]))
     p, lse = _softmax(scores.masked_fill(~seen, -math.inf), modifiers.sinks)
-    p = dropped(p, stays_of(p, k.shape[2], modifiers))
+    # Rounded before, since the row's largest one, of which rounding takes its unit, may be dropped.
+    p = dropped(rounding_p(p), stays_of(p, k.shape[2], modifiers))
     o = rounding(_grouped(p.to(v.dtype), k)) @ v[:, :, None]
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
+
+
+def rounded_to_e4m3(p: Tensor) -> Tensor:
+    """P [..., keys] as fp8 holds it: relative to the row's largest one, which is 128 of e4m3's 448."""
+    if p.shape[-1] == 0:
+        return p
+    unit = p.amax(-1, keepdim=True) / 128
+    return (p / unit.masked_fill(unit == 0, 1.0)).to(torch.float8_e4m3fn).to(p.dtype) * unit
 
 
 def tiled_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -13,15 +13,21 @@ import torch
 from flashgen.errors import InputError, did_you_mean
 
 Op = Literal["forward", "backward"]
-DType = Literal["fp16", "bf16", "fp32"]
+DType = Literal["fp16", "bf16", "fp32", "fp8"]
 Causal = Literal["none", "bottom_right", "top_left"]
 Precision = Literal["ieee", "tf32"]
 Layout = Literal["bhsd", "bshd"]
 BiasDType = Literal["none", "fp16", "bf16", "fp32"]
+Descale = Literal["tensor", "head", "block"]
 
-TORCH_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+}
 DTYPE_NAMES: dict[torch.dtype, DType] = {value: cast(DType, key) for key, value in TORCH_DTYPES.items()}
-ELEMENT_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+ELEMENT_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 1}
 
 # What a spec may have beyond the plain softmax(Q K^T * scale) V, with what its kernels take for it; flashgen.modifiers
 # says what each does.
@@ -39,9 +45,11 @@ MODIFIERS = {
     "varlen": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "total_q", "total_k"),
 }
 FEATURES = tuple(MODIFIERS)
+# What fp8 inputs are multiplied by, which kernels take before all modifiers.
+DESCALES = ("descale_q", "descale_k", "descale_v")
 EXPRESSIONS = ("score_mod", "mask_mod")
 # Files leave out what a spec does not have.
-OPTIONAL = (*FEATURES, "mod_tensors")
+OPTIONAL = (*FEATURES, "mod_tensors", "descale")
 
 MAX_HEAD_DIM = 576
 MAX_SIZE = 2**31 - 512  # the kernels' sizes are int32, and they round up to a block
@@ -74,9 +82,9 @@ class Spec:
 
     Attributes:
         op: `"forward"`: O = softmax(Q K^T * scale) V and LSE; `"backward"`: dQ, dK and dV of it.
-        head_dim: true, unpadded width of q and k, 1 to 576.
-        head_dim_v: true width of v and of the output, 1 to 576.
-        dtype: element type of q, k, v and the output.
+        head_dim: true, unpadded width of q and k, 1 to 576; of fp8 to 256.
+        head_dim_v: true width of v and of the output, likewise.
+        dtype: element type of q, k, v and the output; "fp8" is e4m3, whose output is bf16, forward only.
         causal: `"bottom_right"` shows row i the keys j <= i + (seq_kv - seq_q); `"top_left"` j <= i.
         precision: how fp32 inputs multiply: `"ieee"` is true fp32, `"tf32"` the tensor cores' format.
             16-bit inputs have exact products either way and always say `"ieee"`.
@@ -87,6 +95,8 @@ class Spec:
             without.
         varlen: whether sequences of different lengths lie behind each other, as `attention_varlen` takes them.
         mod_tensors: type and rank of the tensors that expressions read, such as `"fp32[1] int64[2]"`.
+        descale: what has a number of its own that fp8 inputs are multiplied by: each of q, k and v ("tensor"), each of
+            their heads, or each block of tokens of a head (flashgen.descales).
     """
 
     op: Op = "forward"
@@ -107,9 +117,13 @@ class Spec:
     mask_mod: str = "none"
     varlen: bool = False
     mod_tensors: str = "none"
+    descale: Descale = "tensor"
 
     def __post_init__(self) -> None:
-        kinds = (("op", Op), ("dtype", DType), ("causal", Causal), ("precision", Precision), ("bias", BiasDType))
+        kinds = (
+            ("op", Op), ("dtype", DType), ("causal", Causal), ("precision", Precision), ("bias", BiasDType),
+            ("descale", Descale),
+        )  # fmt: skip
         for field, kind in kinds:
             value = getattr(self, field)
             if value not in get_args(kind):
@@ -126,6 +140,7 @@ class Spec:
             if type(getattr(self, field)) is not wanted:
                 what = "text" if wanted is str else "true or false"
                 raise InputError(f"{field} must be {what}, but got {getattr(self, field)!r}.")
+        self._check_fp8()
         if self.op == "backward" and self.sinks:
             raise InputError("sinks=True is for op='forward': a backward finds the sinks in the log-sum-exp.")
         if self.varlen and {"bias", "mask", "segments", *EXPRESSIONS}.intersection(self.features):
@@ -134,6 +149,20 @@ class Spec:
             )
         if self.precision == "tf32" and self.dtype != "fp32":
             raise InputError(f"precision='tf32' is for fp32 inputs, but got dtype={self.dtype!r}.")
+
+    def _check_fp8(self) -> None:
+        if self.op == "backward" and self.dtype == "fp8":
+            raise InputError("there is no backward of fp8 inputs, but got op='backward'. Pass 16 bits.")
+        if self.wide and self.dtype == "fp8":
+            raise InputError(
+                f"fp8 inputs have heads of at most {MAX_TILE_WIDTH}, but got head_dim={self.head_dim}, "
+                f"head_dim_v={self.head_dim_v}. Pass wider ones in 16 bits."
+            )
+        if self.descale != "tensor" and (self.dtype != "fp8" or (self.varlen and self.descale == "block")):
+            raise InputError(
+                f"descale={self.descale!r} is for fp8 inputs, and blocks for those that are not varlen, but got "
+                f"dtype={self.dtype!r}, varlen={self.varlen}."
+            )
 
     @property
     def block_d(self) -> int:
@@ -165,6 +194,11 @@ class Spec:
         return ELEMENT_BYTES[self.dtype]
 
     @property
+    def out_dtype(self) -> DType:
+        """Element type of the output."""
+        return "bf16" if self.dtype == "fp8" else self.dtype
+
+    @property
     def features(self) -> tuple[str, ...]:
         """Which of FEATURES it has, in their order."""
         return tuple(name for name in FEATURES if getattr(self, name) not in (False, "none"))
@@ -172,7 +206,8 @@ class Spec:
     @property
     def modifiers(self) -> tuple[str, ...]:
         """The names of what its kernels take for its features, as flashgen.modifiers.Modifiers.arguments gives them."""
-        names = [name for feature in self.features for name in MODIFIERS[feature]]
+        scaling = DESCALES if self.dtype == "fp8" else ()
+        names = [*scaling, *(name for feature in self.features for name in MODIFIERS[feature])]
         for index, (_, rank) in enumerate(self.tensors):
             names += [f"mod{index}", *(f"mod{index}_size_{axis}" for axis in range(rank))]
         return tuple(names)
@@ -186,7 +221,7 @@ class Spec:
     @property
     def stated(self) -> dict[str, object]:
         """Its fields by name; of FEATURES only those that it has, so that others leave no trace in files."""
-        absent = {name for name in OPTIONAL if getattr(self, name) in (False, "none")}
+        absent = {name for name, nothing in _PLAIN.items() if getattr(self, name) == nothing}
         return {name: value for name, value in asdict(self.named).items() if name not in absent}
 
     @property
@@ -212,8 +247,8 @@ class Spec:
 
     @property
     def plain(self) -> Spec:
-        """The same without FEATURES."""
-        return replace(self, **_PLAIN) if self.features else self
+        """The same without FEATURES, fp8 with one number for each tensor."""
+        return replace(self, **_PLAIN) if self.features or self.descale != "tensor" else self
 
     @property
     def slug(self) -> str:
@@ -224,6 +259,8 @@ class Spec:
             parts.append(self.precision)
         if self.causal != "none":
             parts.append("causal" if self.causal == "bottom_right" else "causal_top_left")
+        if self.descale != "tensor":
+            parts.append(f"descale_{self.descale}")
         for name in self.features:
             value = getattr(self.named, name)
             own = name != "bias" or value != self.dtype
@@ -243,7 +280,7 @@ class Spec:
 
 
 _TEXTS = ("bias", *EXPRESSIONS)
-_PLAIN: dict[str, Any] = {name: "none" if name in (*_TEXTS, "mod_tensors") else False for name in OPTIONAL}
+_PLAIN: dict[str, Any] = {field.name: field.default for field in fields(Spec) if field.name in OPTIONAL}
 
 
 def digest(text: str) -> str:

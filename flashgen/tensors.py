@@ -10,12 +10,15 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
+from flashgen.descales import FP8
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.expressions.given import types_of
 from flashgen.modifiers import Modifiers
-from flashgen.spec import DTYPE_NAMES, Causal, Layout, Problem, Spec
+from flashgen.spec import DTYPE_NAMES, BiasDType, Causal, Descale, Layout, Problem, Spec
 
-CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# fp8 is taken where descales are, forward only.
+GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CPU_DTYPES = (*GPU_DTYPES, torch.float64)
 # Normal fp32 numbers with room for the factor log2(e), and for a log-sum-exp in units of scores before their scale.
 MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**126
 
@@ -143,7 +146,7 @@ def with_features(spec: Spec, modifiers: Modifiers) -> Spec:
         spec,
         softcap=modifiers.softcap is not None,
         alibi=modifiers.alibi_slopes is not None,
-        bias="none" if modifiers.bias is None else DTYPE_NAMES[modifiers.bias.dtype],
+        bias="none" if modifiers.bias is None else cast(BiasDType, DTYPE_NAMES[modifiers.bias.dtype]),
         window=modifiers.window is not None,
         mask=modifiers.mask is not None,
         segments=modifiers.segment_ids_q is not None,
@@ -152,7 +155,16 @@ def with_features(spec: Spec, modifiers: Modifiers) -> Spec:
         score_mod=modifiers.score_mod or "none",
         mask_mod=modifiers.mask_mod or "none",
         mod_tensors=" ".join(f"{name}[{rank}]" for name, rank in types_of(modifiers.mod_tensors)) or "none",
+        descale=_descale(modifiers),
     )
+
+
+def _descale(modifiers: Modifiers) -> Descale:
+    """What has a descale of its own; all three of them have one form."""
+    first = None if modifiers.descales is None else modifiers.descales.q
+    if not isinstance(first, Tensor):
+        return "tensor"
+    return "head" if first.dim() == 2 else "block"
 
 
 def _check_same(named: dict[str, torch.Tensor], attribute: str, way_out: str) -> None:
@@ -177,7 +189,10 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     check_scale(scale, q.dtype)
     if scale == 0:
         return torch.zeros_like(q), 1.0
-    return (q, float(scale)) if scale > 0 else (-q, -float(scale))
+    if scale > 0:
+        return q, float(scale)
+    # torch has no arithmetic of fp8: the sign is the first bit.
+    return (q.view(torch.uint8).bitwise_xor(128).view(FP8) if q.dtype == FP8 else -q), -float(scale)
 
 
 def turned_back(dq: Tensor, scale: float | None) -> Tensor:
@@ -194,8 +209,8 @@ def has_memory(*tensors: Tensor) -> bool:
 
 
 def as_autocast(tensor: Tensor, device: str) -> Tensor:
-    """The tensor in autocast's dtype, as SDPA takes it: everything but fp64 is cast."""
-    if tensor.device.type != device or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+    """The tensor in autocast's dtype, as SDPA takes it: everything but fp64 is cast, and fp8, which has descales."""
+    if tensor.device.type != device or not tensor.is_floating_point() or tensor.dtype in (torch.float64, FP8):
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))
 
@@ -210,9 +225,11 @@ def empty_output(q: Tensor, v: Tensor) -> Tensor:
     """The uninitialised output of a call: q's memory order where v is as wide as q, else contiguous.
 
     Kernels write rows that are contiguous; where rows of q overlap, `empty_like` may lay out another dimension last.
+    That of fp8 inputs is bf16.
     """
+    dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     if q.shape[-1] == v.shape[-1]:
-        out = torch.empty_like(q)
+        out = torch.empty_like(q, dtype=dtype)
         if has_contiguous_rows(out):
             return out
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from flashgen.cpu import attend_on_cpu, gradients_on_cpu
+from flashgen.descales import FP8, Descales, check_descales, descales_from, refuse_gradients
 from flashgen.errors import InputError
 from flashgen.modified import planned
 from flashgen.modifiers import Modifiers, Options, check_cap, modifiers_from
-from flashgen.spec import DTYPE_NAMES
 from flashgen.tensors import (
     CPU_DTYPES,
+    GPU_DTYPES,
     MAX_SCALE,
     MIN_SCALE,
     check_scale,
@@ -112,15 +113,28 @@ def _longest(lengths: Lengths, count: int) -> list[int]:
     return [q, k, k, q, q, q, k, k][:count]
 
 
-def _judged(q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Options, lengths: Lengths) -> Modifiers:
+def _judged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    options: Options,
+    lengths: Lengths,
+    descales: Descales | None = None,
+) -> Modifiers:
     """Modifiers for all sequences at once, as if each had the longest length."""
+    check_descales(q, descales)
+    dtypes = GPU_DTYPES if q.is_cuda else CPU_DTYPES
     # As if all tokens were one sequence.
-    check_tensors(q[None], k[None], v[None], "bshd", DTYPE_NAMES if q.is_cuda else CPU_DTYPES)
+    check_tensors(q[None], k[None], v[None], "bshd", dtypes if descales is None else (FP8,))
     check_scale(scale, q.dtype)
     sizes = (lengths.sequences, q.shape[1], lengths.max_seqlen_q, lengths.max_seqlen_k)
     modifiers = modifiers_from(sizes, q, options)
     check_cap(options, scale)
-    return modifiers
+    if descales is None:
+        return modifiers
+    heads = (lengths.sequences, q.shape[1], k.shape[1])
+    return modifiers._replace(descales=descales_from(heads, sizes[2:], q, descales, blocks=False))
 
 
 def attend(
@@ -132,11 +146,15 @@ def attend(
     family: str | None,
     options: Options,
     lengths: Lengths,
+    descales: Descales | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [total_q, heads, head_dim_v] and lse [heads, total_q]; 0 and -inf for tokens of no sequence."""
     lengths = check_lengths(q, k, v, lengths)
-    modifiers = _judged(q, k, v, scale, options, lengths)
-    out = q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
+    if descales is not None:
+        refuse_gradients(*(each for each in (q, k, v, *options, *descales) if isinstance(each, Tensor)))
+    modifiers = _judged(q, k, v, scale, options, lengths, descales)
+    dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
+    out = q.new_zeros((q.shape[0], q.shape[1], v.shape[2]), dtype=dtype)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=wide, device=q.device)
     if not q.is_cuda:
@@ -214,4 +232,7 @@ def _sequences(lengths: Lengths, modifiers: Modifiers) -> Iterator[tuple[slice, 
         own = modifiers if slopes is None else modifiers._replace(alibi_slopes=slopes[index : index + 1])
         if own.dropout is not None:
             own = own._replace(dropout=own.dropout._replace(first=index))
+        if own.descales is not None:
+            parts = (each[index : index + 1] if isinstance(each, Tensor) else each for each in own.descales)
+            own = own._replace(descales=Descales(*parts))
         yield slice(first, last), slice(start, stop), own

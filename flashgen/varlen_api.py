@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashgen.autograd import is_direct, looped, no_second_derivative, refuse_tangents, save_nothing
+from flashgen.descales import FP8, Descales, Number
 from flashgen.dropout import drawn
 from flashgen.errors import UnsupportedError
 from flashgen.modified_autograd import sinks_gradient
@@ -35,6 +36,9 @@ def attention_varlen(
     dropout_p: float = 0,
     dropout_seed: Tensor | tuple[int, int] | None = None,
     generator: torch.Generator | None = None,
+    descale_q: Number | None = None,
+    descale_k: Number | None = None,
+    descale_v: Number | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention within sequences of different lengths that lie behind each other, without padding.
 
@@ -43,7 +47,7 @@ def attention_varlen(
     memory outside the tensors is touched.
 
     Args:
-        q: [total_q, heads, head_dim], any strides; fp16, bf16 or fp32.
+        q: [total_q, heads, head_dim], any strides; fp16, bf16, fp32, or fp8 (e4m3), which has no gradients.
         k, v: [total_k, kv_heads, head_dim] and [total_k, kv_heads, head_dim_v].
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], cumulative lengths from 0.
         max_seqlen_q, max_seqlen_k: no sequence is longer; what lies beyond is not computed.
@@ -51,6 +55,7 @@ def attention_varlen(
         alibi_slopes: [heads] or [sequences, heads].
         seqused_k: int32 [sequences]; only so many keys of each sequence count.
         dropout_p, dropout_seed, generator: as for `attention`, whose batch sequences are, each from row and key 0 on.
+        descale_q, descale_k, descale_v: of fp8, as for `attention`, but with sequences for batch and without blocks.
 
     Returns:
         [total_q, heads, head_dim_v] and, if asked for, the log-sum-exp, fp32 [heads, total_q]; 0 and -inf for tokens
@@ -66,19 +71,41 @@ def attention_varlen(
     if not torch.compiler.is_compiling():
         check_lengths(q, k, v, lengths)
         check_device(q.device, family)
+    options = options._replace(dropout_p=dropout_p, dropout_seed=drawn(dropout_p, dropout_seed, generator, q.device))
+    descales = Descales(descale_q, descale_k, descale_v)
+    if q.dtype == FP8 or descales.given:
+        if torch.compiler.is_compiling():
+            raise UnsupportedError("attention_varlen of fp8 inputs is no operator: call it outside of torch.compile.")
+        out, lse = attend(q, k, v, causal_from(causal), scale, family, options, lengths, descales)
+    else:
+        out, lse = _attend(q, k, v, causal_from(causal), scale, return_lse, family, options, lengths)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: str,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+    options: Options,
+    lengths: Lengths,
+) -> tuple[Tensor, Tensor]:
+    """With autocast and gradients."""
     if q.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(q.device.type):
         q, k, v = (as_autocast(each, q.device.type) for each in (q, k, v))
-    seed = drawn(dropout_p, dropout_seed, generator, q.device)
-    given = [each for each in (q, k, v, sinks) if isinstance(each, Tensor)]
+    given = [each for each in (q, k, v, options.sinks) if isinstance(each, Tensor)]
     if forward_ad._current_level >= 0:
         refuse_tangents(*given)
     wants_grad = torch.is_grad_enabled() and any(each.requires_grad for each in given)
     operator: Any = Varlen.apply if wants_grad and not torch.compiler.is_compiling() else _run
-    out, lse = operator(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, causal_from(causal), scale,
-        return_lse or wants_grad, family, softcap, *window_sides(window), dropout_p, alibi_slopes, seed, sinks,
+    results: tuple[Tensor, Tensor] = operator(
+        q, k, v, *lengths, causal, scale, return_lse or wants_grad, family, options.softcap,
+        *window_sides(options.window), options.dropout_p, options.alibi_slopes, options.dropout_seed, options.sinks,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return results
 
 
 def compute(

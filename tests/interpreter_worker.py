@@ -12,15 +12,19 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from flashgen.compile import load_module
+from flashgen.descales import FP8
 
 
 def _run(path: Path, *arguments: object) -> tuple[object, object]:
     module = load_module(path)
     assert type(module.kernel).__name__ == "InterpretedFunction", "TRITON_INTERPRET was not set before triton's import"
-    module.launch(*arguments)
+    # q, k and v in bytes are fp8, which torch does not pickle.
+    inputs = (each.view(FP8) if getattr(each, "dtype", None) == torch.uint8 else each for each in arguments[:3])
+    module.launch(*inputs, *arguments[3:])
     o, lse = arguments[3:5]
     assert isinstance(o, Tensor)
     return o, lse

@@ -66,7 +66,7 @@ def _refused(*arguments: str | Path) -> str:
         (("--seq", "a,b"), "'a,b' is not a list of integers such as 1024,4096"),
         (("--seq", ""), "'' is not a list of integers such as 1024,4096"),
         (("--seq", "99999999"), "--seq must be at most 16777216, but got 99999999"),
-        (("--dtype", "fp8"), "'fp8' is not one of fp16, bf16, fp32"),
+        (("--dtype", "int8"), "'int8' is not one of fp16, bf16, fp32, fp8"),
         (("--dtype", "fp16,"), "'' is not one of fp16, bf16, fp32"),
         (("--causal", "maybe"), "'maybe' is not one of 'true', 'false', 'both'"),
         (("--family", "triton_fw"), "no kernel family is called 'triton_fw'. Did you mean 'triton_fwd'?"),

@@ -20,6 +20,7 @@ from torch import Tensor
 import flashgen
 from flashgen import combinations
 from flashgen.combinations import OPS, allowed, pairs, refusal, table, together, traits
+from flashgen.descales import FP8
 from flashgen.dropout import Dropout, kept
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.select import select
@@ -27,6 +28,7 @@ from flashgen.spec import FEATURES, Problem
 
 README = Path(__file__).parent.parent / "README.md"
 SEQ_Q, SEQ_KV = 4, 6
+DESCALES = {"descale_q": 1.5, "descale_k": 0.6, "descale_v": 2.5}
 # Lengths of sequences behind each other; those of tests without are the first ones.
 Q_LENGTHS, K_LENGTHS = (SEQ_Q, 0, 5, 2), (SEQ_KV, 3, 2, 0)
 
@@ -69,15 +71,35 @@ def test_the_command_line_prints_it() -> None:
 
 
 def _call(names: tuple[str, str]) -> tuple[dict[str, Any], str, int]:
-    """Of a pair that is computed: options of `attention`, which causal, and the width of heads."""
+    """Of a pair that is computed: options of `attention`, which causal, and the width of heads; fp8 is `_inputs`."""
     fields = {key: value for name in names for key, value in traits()[name].items()}
     given = options(*(name for name in names if name in OPTIONAL), seq_q=SEQ_Q, seq_kv=SEQ_KV)
     if "mask" in given:
         # So many hidden that some of them stand where a causal call sees.
         given["mask"] = random(2, 1, SEQ_Q, SEQ_KV, seed=7) > 0
-    known = {*FEATURES, "causal", "head_dim", "head_dim_v"}
+    if "bias" in given and "fp8" in names:
+        given["bias"] = given["bias"].bfloat16()
+    known = {*FEATURES, "causal", "head_dim", "head_dim_v", *(["dtype"] if "fp8" in names else [])}
     assert set(fields) <= known, "tell this test how such a call is made, and what it computes"
     return given, fields.get("causal", "none"), fields.get("head_dim", 3)
+
+
+def _inputs(names: tuple[str, str], q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], dict[str, float]]:
+    """q, k and v as a pair takes them, with the descales of fp8."""
+    if "fp8" not in names:
+        return (q, k, v), {}
+    return (q.to(FP8), k.to(FP8), v.to(FP8)), DESCALES
+
+
+def _exact(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """What they stand for."""
+    numbers = DESCALES.values() if tensors[0].dtype == FP8 else (1.0, 1.0, 1.0)
+    return [each.double() * number for each, number in zip(tensors, numbers, strict=True)]
+
+
+def _tolerance(names: tuple[str, str]) -> dict[str, float]:
+    """Of fp8: it is computed in fp32 on a CPU and rounded to bf16, which keeps eight bits."""
+    return {"rtol": 2.0**-8, "atol": 1e-6} if "fp8" in names else {"rtol": 1e-9, "atol": 1e-12}
 
 
 def _row(
@@ -142,32 +164,36 @@ def _rows(batches: Iterator[tuple[int, Tensor, Tensor, Tensor]], causal: str, gi
 def test_what_goes_together_is_right(pair: tuple[str, str]) -> None:
     given, causal, width = _call(pair)
     drawn = ((4, SEQ_Q, 1), (2, SEQ_KV, 2), (2, SEQ_KV, 3))
-    q, k, v = (random(2, heads, seq, width, seed=seed) for heads, seq, seed in drawn)
-    o = flashgen.attention(q, k, v, causal=False if causal == "none" else causal, **given)
+    tensors, scaling = _inputs(pair, *(random(2, heads, seq, width, seed=seed) for heads, seq, seed in drawn))
+    alignment = False if causal == "none" else causal
+    o = flashgen.attention(*tensors, causal=alignment, **given, **scaling)
     assert isinstance(o, Tensor)
-    expected = _rows(zip(range(2), q, k, v, strict=True), causal, given)
-    torch.testing.assert_close(o.transpose(1, 2).flatten(0, 1), expected, rtol=1e-9, atol=1e-12)
+    expected = _rows(zip(range(2), *_exact(tensors), strict=True), causal, given)
+    torch.testing.assert_close(o.transpose(1, 2).flatten(0, 1).double(), expected, **_tolerance(pair))
     for names in ({pair[0]}, {pair[1]}):
         # Each of the two counts: without one of them it is another number.
         rest = {name: value for name, value in given.items() if name not in options(*names & set(OPTIONAL))}
-        without = flashgen.attention(q, k, v, causal=False if causal == "none" else causal, **rest)
+        without = flashgen.attention(*tensors, causal=alignment, **rest, **scaling)
         assert rest == given or not torch.allclose(o, without)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pair", [pair for pair in allowed("forward") if "varlen" in pair], ids="+".join)
 def test_what_goes_with_sequences_behind_each_other_is_right(pair: tuple[str, str]) -> None:
     given, causal, width = _call(pair)
-    q = random(sum(Q_LENGTHS), 4, width, seed=1)
-    k, v = (random(sum(K_LENGTHS), 2, width, seed=seed) for seed in (2, 3))
+    drawn = ((sum(Q_LENGTHS), 4, 1), (sum(K_LENGTHS), 2, 2), (sum(K_LENGTHS), 2, 3))
+    tensors, scaling = _inputs(pair, *(random(tokens, heads, width, seed=seed) for tokens, heads, seed in drawn))
     ends = [torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in (Q_LENGTHS, K_LENGTHS)]
     o = flashgen.attention_varlen(
-        q, k, v, *ends, max(Q_LENGTHS), max(K_LENGTHS), causal=False if causal == "none" else causal, **given
-    )
+        *tensors, *ends, max(Q_LENGTHS), max(K_LENGTHS), causal=False if causal == "none" else causal,
+        **given, **scaling,
+    )  # fmt: skip
     assert isinstance(o, Tensor)
     split = (
-        each.transpose(0, 1).split(lengths, 1) for each, lengths in ((q, Q_LENGTHS), (k, K_LENGTHS), (v, K_LENGTHS))
+        each.transpose(0, 1).split(lengths, 1)
+        for each, lengths in zip(_exact(tensors), (Q_LENGTHS, K_LENGTHS, K_LENGTHS), strict=True)
     )
-    torch.testing.assert_close(o, _rows(zip(range(4), *split, strict=True), causal, given), rtol=1e-9, atol=1e-12)
+    expected = _rows(zip(range(4), *split, strict=True), causal, given)
+    torch.testing.assert_close(o.double(), expected, **_tolerance(pair))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -178,7 +204,7 @@ def test_what_does_not_go_together_is_refused(op: Any) -> None:
     for pair, reason in refused.items():
         with pytest.raises((InputError, UnsupportedError), match=re.escape(reason)):
             select(together(*pair, op), Problem(1, 1, 1, 64, 64), combinations.Gpu.named(combinations.GPU))
-        if "varlen" in pair:
+        if "varlen" in pair and "fp8" not in pair:
             given = options(*(name for name in pair if name in OPTIONAL))
             assert given and not set(given) & set(inspect.signature(flashgen.attention_varlen).parameters)
             q, ends = torch.ones(6, 4, 3), torch.tensor([0, 6], dtype=torch.int32)

@@ -125,13 +125,15 @@ def test_a_bias_is_of_qs_dtype_or_fp32() -> None:
         (torch.bfloat16, {torch.bfloat16}),
         (torch.float64, {torch.float64}),
         (torch.float32, set()),
+        (torch.float8_e4m3fn, {torch.bfloat16}),
     ):
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             given = {"like": Q.to(q_dtype), "bias": torch.ones(5, 7, dtype=dtype)}
             if dtype in allowed | {torch.float32}:
                 assert _judge(**given).bias.dtype == dtype  # type: ignore[union-attr]
             else:
-                assert f"bias must be {q_dtype}, as q, or torch.float32, but got {dtype}" in _refused(**given)
+                own = torch.bfloat16 if q_dtype == torch.float8_e4m3fn else q_dtype
+                assert f"bias must be {own}, as the output, or torch.float32, but got {dtype}" in _refused(**given)
 
 
 BROADCAST = [

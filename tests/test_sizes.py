@@ -20,7 +20,8 @@ MANY = (
     "api.py _modified", "dispatch.py explain", "modified.py attend", "modified.py attend_on_gpu",
     "modified.py gradients", "modified.py gradients_on_gpu", "modified_autograd.py compute",
     "modified_autograd.py compute_gradients", "varlen.py gradients", "varlen_api.py attention_varlen",
-    "varlen_api.py compute", "varlen_api.py backward_varlen",
+    "varlen_api.py compute", "varlen_api.py backward_varlen", "varlen_api.py _attend", "varlen.py attend",
+    "fp8.py attention_fp8", "fp8.py compute",
 )  # fmt: skip
 
 

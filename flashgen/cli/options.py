@@ -10,7 +10,7 @@ import torch
 from flashgen.errors import InputError, did_you_mean
 from flashgen.expressions.given import judge, written
 from flashgen.hardware import Gpu, current_gpu
-from flashgen.spec import EXPRESSIONS, FEATURES, MAX_HEAD_DIM, Causal, DType, Op, Problem, Spec
+from flashgen.spec import EXPRESSIONS, FEATURES, MAX_HEAD_DIM, TORCH_DTYPES, Causal, DType, Op, Problem, Spec
 
 # FlashAttention's benchmark set: 16,384 tokens, heads * head_dim = 2,048.
 TOKENS = 16384
@@ -57,13 +57,16 @@ class DTypes(click.ParamType[tuple[str, ...]]):
 
     name = "dtypes"
 
+    def __init__(self, known: tuple[str, ...] = ("fp16", "bf16", "fp32")) -> None:
+        self.known = known
+
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         if isinstance(value, tuple):
             return value
         names = tuple(dict.fromkeys(str(value).split(",")))
         for name in names:
-            if name not in ("fp16", "bf16", "fp32"):
-                self.fail(f"{name!r} is not one of fp16, bf16, fp32.", param, ctx)
+            if name not in self.known:
+                self.fail(f"{name!r} is not one of {', '.join(self.known)}.", param, ctx)
         return names
 
 
@@ -102,6 +105,9 @@ head_dim_v_option = click.option(
     "--head-dim-v", type=click.IntRange(1, MAX_HEAD_DIM), help="Width of v and the output; default: --head-dim."
 )
 dtype_option = click.option("--dtype", type=DTypes(), help="fp16, bf16, fp32 or several; default: bf16.")
+kernel_dtype_option = click.option(
+    "--dtype", type=DTypes(tuple(TORCH_DTYPES)), help="fp16, bf16, fp32, fp8 or several; default: bf16."
+)
 op_option = click.option("--op", type=click.Choice(list(OPS)), default="forward", show_default=True)
 causal_option = click.option("--causal", type=click.Choice(list(CAUSAL_CHOICES)), default="both", show_default=True)
 heads_option = click.option("--heads", type=Heads(), help="Heads, or heads/kv_heads; default: 2048 / head_dim.")
@@ -147,7 +153,8 @@ def specs_from(
     def flags(op: str, dtype: str) -> dict[str, Any]:
         # A backward finds sinks in the log-sum-exp.
         names = [name for name in features if (name, op) != ("sinks", "backward")]
-        flags: dict[str, Any] = {name: dtype if name == "bias" else True for name in names}
+        added = "bf16" if dtype == "fp8" else dtype
+        flags: dict[str, Any] = {name: added if name == "bias" else True for name in names}
         return flags | mods
 
     return [

@@ -61,7 +61,7 @@ def _print_combinations(context: click.Context, option: click.Parameter, wanted:
 @options.op_option
 @options.head_dim_option
 @options.head_dim_v_option
-@options.dtype_option
+@options.kernel_dtype_option
 @click.option("--causal/--no-causal", default=False, show_default=True)
 @options.with_option
 @options.score_mod_option

@@ -43,7 +43,7 @@ DEFAULT_BUDGET_S = {"measured": 600.0, "estimated": 45.0}
 @options.op_option
 @options.head_dim_option
 @options.head_dim_v_option
-@options.dtype_option
+@options.kernel_dtype_option
 @options.causal_option
 @options.heads_option
 @options.with_option

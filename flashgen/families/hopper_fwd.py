@@ -57,7 +57,8 @@ def capability_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
 
 def inputs_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     if spec.dtype not in GLUON_DTYPES:
-        return f"{spec.dtype} inputs are not taken; use fp16 or bf16"
+        why = ": tensor cores take fp8 values by columns, and they lie in rows" if spec.dtype == "fp8" else ""
+        return f"{spec.dtype} inputs are not taken{why}; use fp16 or bf16"
     if spec.head_dim * spec.element_bytes % 16 or spec.head_dim_v * spec.element_bytes % 16:
         return f"rows of {spec.head_dim} and {spec.head_dim_v} elements are no multiples of 16 bytes, which TMA copies"
     return None

@@ -9,7 +9,7 @@ from flashgen.expressions.emit import statements
 from flashgen.expressions.given import derivative_of, mask_of, score_of
 from flashgen.hardware import Gpu
 from flashgen.space import Config
-from flashgen.spec import FEATURES, Spec
+from flashgen.spec import DESCALES, FEATURES, Spec
 
 # By feature: what a kernel takes as pointers and numbers, in launch.arguments_of's order, what it takes as strides, and
 # which arguments `modified` and `seen` take beyond the scores' places.
@@ -40,6 +40,23 @@ _SEEING = {
     "window": ("window_left", "window_right"),
     "mask": ("MASK_head", "mask_stride_q", "mask_stride_k"),
     "mask_mod": ("batch", "head", "seq_q", "seq_kv"),
+}
+# fp8 inputs: what a kernel takes for their descales and, in the loop over keys, what it passes on.
+_DESCALES = {
+    "tensor": tuple(f"{name}: tl.float32" for name in DESCALES),
+    "head": tuple(name.upper() for name in DESCALES),
+    "block": tuple(name.upper() for name in DESCALES),
+}
+_DESCALE_STRIDES = {"tensor": (), "head": ("stride_b", "stride_h"), "block": ("stride_b", "stride_h", "stride_s")}
+_DESCALING = {
+    "tensor": ("descale_v",),
+    "head": ("descale_v",),
+    "block": ("DESCALE_K_head", "descale_k_stride_s", "DESCALE_V_head", "descale_v_stride_s"),
+}
+_DESCALES_DESCRIBED = {
+    "tensor": "descale_q, descale_k, descale_v: numbers that q, k and v are multiplied by.",
+    "head": "descale_q [batch, heads], descale_k, descale_v [batch, kv_heads]: fp32, multiply q, k and v; any strides.",
+    "block": "descale_q, descale_k, descale_v: fp32 [batch, heads or kv_heads, blocks of 128 tokens], any strides.",
 }
 # For the docstring of `launch`.
 _DESCRIBED = {
@@ -72,21 +89,30 @@ def derived(spec: Spec) -> Mapping[str, object]:
     """What the templates name: lists of names and lines, as the tables above say, and what a spec's features imply.
 
     `scored`: blocks of scores are handled in another way. `ranged`: which keys a row sees depends on its place.
-    `dense`: what has a number for every row and key.
+    `dense`: what has a number for every row and key. `descaling`: what the loop over keys multiplies fp8 inputs by;
+    `of_values`: that part of it which the second product takes.
     """
 
     def of(table: Mapping[str, tuple[str, ...]]) -> list[str]:
         return [name for feature in FEATURES if feature in spec.features for name in table.get(feature, ())]
 
+    fp8 = spec.dtype == "fp8"
+    scaling = _DESCALES[spec.descale] if fp8 else ()
+    scaling_strides = [f"{name}_{stride}" for name in DESCALES for stride in _DESCALE_STRIDES[spec.descale]]
     tables = [each for index in range(len(spec.tensors)) for each in (f"MOD{index}", *_sizes(spec, index))]
     shaping = of(_SHAPING) + (tables if spec.score_mod != "none" else [])
     seeing = of(_SEEING) + (tables if spec.mask_mod != "none" else [])
     return {
-        "pointers": of(_POINTERS) + [name if name[0] == "M" else f"{name}: tl.int32" for name in tables],
-        "strides": [f"{name}: tl.int64" for name in of(_STRIDES)],
+        "pointers": [*scaling, *of(_POINTERS), *(name if name[0] == "M" else f"{name}: tl.int32" for name in tables)],
+        "strides": [f"{name}: tl.int64" for name in (*scaling_strides, *of(_STRIDES))],
         "modifiers": list(spec.modifiers),
-        "strided_names": [_STRIDED[feature] for feature in spec.features if feature in _STRIDED],
-        "described": of(_DESCRIBED),
+        "strided_names": [
+            *(DESCALES if scaling_strides else ()),
+            *(_STRIDED[feature] for feature in spec.features if feature in _STRIDED),
+        ],
+        "described": [*([_DESCALES_DESCRIBED[spec.descale]] if fp8 else []), *of(_DESCRIBED)],
+        "descaling": list(_DESCALING[spec.descale]) if fp8 else [],
+        "of_values": ["key", *_DESCALING["block"][2:]] if spec.descale == "block" else ["descale_v"],
         "scored": bool(set(spec.features) - {"sinks", "varlen"}),
         "shaping": shaping,
         "seeing": seeing,

@@ -57,6 +57,14 @@ def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
             return low, low + other
         # Without tensor cores or without cp.async only compiling tells.
         return 0, q + stages * kv + other
+    if spec.dtype == "fp8":
+        # V is turned around on its way, in a buffer of its own; small tiles become fp16 on machines with warpgroups.
+        v = block_kv * spec.block_dv
+        if _uses_wgmma(config, gpu):
+            # What no 16-byte copies reach is not copied ahead.
+            ahead = stages if spec.head_dim % 16 == 0 else 1
+            return q + ahead * (kv - v) + v, q + stages * kv + v + 1024
+        return q + (stages - 1) * kv, 2 * q + stages * kv + 2 * p
     if _uses_wgmma(config, gpu):
         low = q + (stages * kv if stages > 1 else kv // 2)
         # Blackwell's, with the address of tensor memory: at most 700 seen, of wide heads 1072.
@@ -80,6 +88,8 @@ def capability_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
         return f"{gpu.name} has capability {gpu.arch}; Triton supports sm_75 and newer"
     if gpu.backend == "cuda" and gpu.sm < 80 and spec.dtype == "bf16":
         return f"{gpu.name} ({gpu.arch}) has no bf16 arithmetic; use fp16 or a GPU of sm_80 or newer"
+    if spec.dtype == "fp8" and (gpu.backend != "cuda" or gpu.sm < 89):
+        return f"{gpu.name} ({gpu.arch}) has no arithmetic of float8_e4m3fn; use bf16 or a GPU of sm_89 or newer"
     if gpu.backend == "cuda" and gpu.sm < 80 and spec.wide:
         return f"{gpu.name} ({gpu.arch}) has no room for heads of more than {MAX_TILE_WIDTH}; use sm_80 or newer"
     return None
@@ -123,11 +133,18 @@ def _tile_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
 def _accumulator_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     """Scores and accumulator stay in registers: 255 a thread, and what exceeds them spills to memory."""
     lanes = 32 if gpu.backend == "cuda" else 64
-    need = config["block_q"] * (spec.block_dv + config["block_kv"]) // (lanes * config["num_warps"])
+    # The product of one block of fp8 values stands beside the accumulator.
+    kept = spec.block_dv * (2 if spec.dtype == "fp8" and has_warpgroups(gpu) else 1)
+    need = config["block_q"] * (kept + config["block_kv"]) // (lanes * config["num_warps"])
     # Exactly 256 leaves no register for anything else, yet compilers may keep part of it as packed 16-bit P.
     if need > 256:
         return f"keeps {need} fp32 values a thread in registers, where 255 fit"
     return None
+
+
+def _shares_rows(spec: Spec, gpu: Gpu) -> bool:
+    """Whether two warpgroups may have half of the columns each of the same rows: all of them are too many for one."""
+    return spec.dtype == "fp8" and spec.block_dv > 128 and has_warpgroups(gpu)
 
 
 def _warps_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
@@ -136,6 +153,8 @@ def _warps_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     Of wide heads they repeat the scores alone, and share the columns of the output, which fewer have no registers for.
     """
     warps = config["num_warps"]
+    if _shares_rows(spec, gpu) and config["block_q"] == 64:
+        warps //= 2
     if warps * 16 > max(config["block_q"], 64) and not spec.wide:
         return f"num_warps={warps} exceeds the {config['block_q']} rows of block_q / 16"
     if warps < 4 and has_warpgroups(gpu) and config["block_q"] >= 64:
@@ -146,6 +165,9 @@ def _warps_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
 # (block_q, block_kv, num_warps, num_stages), best first: what won on an H200 for narrow and for wide heads.
 _NARROW_TILES = ((128, 64, 4, 3),)
 _TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))
+# fp8 with warpgroups: what takes fewest instructions a score without spilling, where rows are shared and where not.
+_FP8_SHARED_TILES = ((64, 64, 8, 2), (64, 32, 8, 2))
+_FP8_TILES = ((128, 128, 8, 2),)
 # Of wide heads, whose accumulators take the registers of eight warps: the largest of what was compiled that spills
 # little, of 576 and 512 columns 4 times in the loop (26 with Triton 3.9). mma.sync has no registers for 64 rows.
 _WIDE_TILES = ((64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 8, 2))
@@ -166,7 +188,13 @@ def _tiles(spec: Spec, gpu: Gpu) -> tuple[tuple[int, int, int, int], ...]:
         return (*_WIDE_TILES[0 if has_warpgroups(gpu) and not dense else 1 :], *_SMALL_TILES)
     if dense:
         # Their addresses, 64 bits an element, take as many registers as scores do: larger tiles spill in the loop.
-        return (_TILES[-1], *_SMALL_TILES)
+        return (*(_FP8_SHARED_TILES[1:] if _shares_rows(spec, gpu) else ()), _TILES[-1], *_SMALL_TILES)
+    if _shares_rows(spec, gpu):
+        return (*_FP8_SHARED_TILES, *_SMALL_TILES)
+    if spec.dtype == "fp8" and has_warpgroups(gpu):
+        # Rows that no 16-byte loads reach take registers for their addresses.
+        whole = spec.head_dim % 16 == 0 and spec.head_dim_v % 16 == 0
+        return (*(_FP8_TILES if whole else ()), *_TILES, *_SMALL_TILES)
     narrow = _NARROW_TILES if max(spec.block_d, spec.block_dv) <= 64 else ()
     return (*narrow, *_TILES, *_SMALL_TILES)
 
