@@ -78,7 +78,7 @@ def attention(
         window: (left, right): row i sees the keys i + d - left <= j <= i + d + right, where d is 0 for "top_left" and
             else seq_kv - seq_q; None is an open side.
         softcap: scaled scores become softcap * tanh(scores / softcap), before all that follows.
-        alibi_slopes: [heads] or [batch, heads]; slope * |j - (i + seq_kv - seq_q)| is subtracted. Not differentiable.
+        alibi_slopes: [heads] or [batch, heads]; slope * |j - (i + seq_kv - seq_q)| is subtracted.
         bias: added, of the output's dtype or fp32, broadcastable to [batch, heads, seq_q, seq_kv] in either layout.
         mask: bool, broadcastable likewise; True is seen.
         sinks: [heads]; one more logit of every row, which has no value; lse includes it.
@@ -99,7 +99,7 @@ def attention(
 
     Returns:
         [batch, heads, seq_q, head_dim_v] in the inputs' dtype, or autocast's; bf16 of fp8. A row that sees no key is 0
-        and its lse -inf, or the sink. Differentiable by q, k, v, bias and sinks, once, bitwise repeatable.
+        and its lse -inf, or the sink. Differentiable by q, k, v, slopes, bias and sinks, once, bitwise repeatable.
 
     Raises:
         InputError: the arguments do not fit together.

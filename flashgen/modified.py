@@ -131,30 +131,38 @@ def gradients(
     layout: str,
     options: Options,
     of_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dbias of one call, each like its tensor; bitwise repeatable.
+    of_slopes: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dbias and dslopes of one call, each like its tensor; bitwise repeatable.
 
     Args:
         q, k, v, causal, scale, layout: as the forward was called with.
         o, lse: what it returned.
         do, dlse: their gradients, as for `flashgen.gradients.gradients`.
         options: the forward's; sinks are of no concern, since the log-sum-exp includes them.
-        of_bias: whether the gradient of the bias is wanted; it is empty otherwise.
+        of_bias, of_slopes: whether these gradients are wanted; they are empty otherwise. That of slopes is computed in
+            plain torch, on a GPU too.
 
     Raises:
         InputError: the tensors do not fit together.
         UnsupportedError: no kernel does this.
     """
     modifiers = judged(q, k, v, scale, layout, None, options._replace(sinks=None))
+    in_torch = gradients_on_cpu if of_slopes or not q.is_cuda else None
+    found = in_torch(q, k, v, o, lse, do, dlse, causal, scale, layout, modifiers) if in_torch else None
     if q.is_cuda:
         dq, dk, dv, dbias = gradients_on_gpu(q, k, v, o, lse, do, dlse, causal, scale, layout, modifiers, of_bias)
     else:
-        results = gradients_on_cpu(q, k, v, o, lse, do, dlse, causal, scale, layout, modifiers)
-        dq, dk, dv, dbias = results[:4]
-    if not of_bias or dbias is None or options.bias is None:
-        return dq, dk, dv, q.new_empty(0)
+        assert found is not None
+        dq, dk, dv, dbias = found[:4]
+    dslopes = found.dslopes if found is not None and of_slopes else None
+    return (dq, dk, dv, _summed(dbias if of_bias else None, options.bias, q), _summed(dslopes, options.alibi_slopes, q))
+
+
+def _summed(gradient: Tensor | None, like: Tensor | None, q: Tensor) -> Tensor:
+    """The gradient of what was broadcast; empty where nobody wants it."""
     # torch adds 16-bit numbers up in fp32.
-    return dq, dk, dv, dbias.sum_to_size(options.bias.shape).to(options.bias.dtype)
+    return q.new_empty(0) if gradient is None or like is None else gradient.sum_to_size(like.shape).to(like.dtype)
 
 
 def gradients_on_gpu(

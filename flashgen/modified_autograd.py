@@ -118,23 +118,26 @@ def compute_gradients(
     mod2: Tensor | None,
     mod3: Tensor | None,
     of_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dbias) of what `forward_modified` computed, dbias empty when it is not wanted."""
+    of_slopes: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dbias, dslopes) of what `forward_modified` computed, both last ones empty when not wanted."""
     options = options_from(
         softcap, alibi_slopes, bias, window_left, window_right, mask, segment_ids_q, segment_ids_kv, dropout_p,
         dropout_seed, score_mod, mask_mod, mod0, mod1, mod2, mod3,
     )  # fmt: skip
-    return gradients(q, k, v, o, lse, do, dlse, causal, scale, layout, options, of_bias)
+    return gradients(q, k, v, o, lse, do, dlse, causal, scale, layout, options, of_bias, of_slopes)
 
 
 backward_modified = torch.library.custom_op("flashgen::backward_modified", mutates_args=())(compute_gradients)
 
 
 @backward_modified.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bias, of_bias = others[9], others[-1]
-    dbias = q.new_empty(0) if bias is None or not of_bias else bias.new_empty(bias.shape)
-    return empty_gradient(q), empty_gradient(k), empty_gradient(v), dbias
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dslopes, dbias = (
+        like.new_empty(like.shape) if wanted and like is not None else q.new_empty(0)
+        for like, wanted in zip(others[8:10], (others[-1], others[-2]), strict=True)
+    )
+    return empty_gradient(q), empty_gradient(k), empty_gradient(v), dbias, dslopes
 
 
 def run(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -144,10 +147,10 @@ def run(*inputs: Any) -> tuple[Tensor, Tensor]:
     return results
 
 
-def _run_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = (each for each in inputs if isinstance(each, Tensor))
     operator: Any = compute_gradients if is_direct(*tensors) else torch.ops.flashgen.backward_modified
-    results: tuple[Tensor, Tensor, Tensor, Tensor] = operator(*inputs)
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = operator(*inputs)
     return results
 
 
@@ -169,13 +172,19 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
         q, k, v, o, lse, *tensors = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         options = dict(zip(_TENSORS, tensors, strict=True)) | ctx.numbers
-        of_bias = ctx.needs_input_grad[_FORWARD_OPTIONS + _FLAT.index("bias")]
-        of_sinks = ctx.needs_input_grad[_FORWARD_OPTIONS + _FLAT.index("sinks")]
+        of_bias, of_slopes, of_sinks = (
+            ctx.needs_input_grad[_FORWARD_OPTIONS + _FLAT.index(name)] for name in ("bias", "alibi_slopes", "sinks")
+        )
         # With a graph of the backward, which torch.func always makes, it would be differentiated again.
         operator: Any = ModifiedGradients.apply if torch.is_grad_enabled() else _run_backward
         given = (options[name] for name in _FLAT[:-1])
-        dq, dk, dv, dbias = operator(q, k, v, o, lse, do, dlse, ctx.causal, ctx.scale, ctx.layout, *given, of_bias)
-        found = {"q": dq, "k": dk, "v": dv, "bias": dbias if of_bias else None}
+        dq, dk, dv, dbias, dslopes = operator(
+            q, k, v, o, lse, do, dlse, ctx.causal, ctx.scale, ctx.layout, *given, of_bias, of_slopes
+        )
+        found = {"q": dq, "k": dk, "v": dv}
+        found |= {
+            name: each for name, each, of in (("bias", dbias, of_bias), ("alibi_slopes", dslopes, of_slopes)) if of
+        }
         if of_sinks:
             found["sinks"] = sinks_gradient(options["sinks"], o, lse, do, dlse, ctx.layout)
     return tuple(found.get(name) for name in ("q", "k", "v", *[""] * 5, *_FLAT))
@@ -231,18 +240,19 @@ def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tu
 
 
 def _map_backward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], Any]:
-    if any(inputs[_BACKWARD_OPTIONS + place] is not None for place in _OWN):
+    if any(inputs[_BACKWARD_OPTIONS + place] is not None for place in _OWN) or inputs[-1]:
         return looped(info.batch_size, in_dims, inputs, torch.ops.flashgen.backward_modified)
-    *main, dbias = torch.ops.flashgen.backward_modified(*_fold(info, in_dims, inputs, _BACKWARD_OPTIONS))
+    *main, dbias, dslopes = torch.ops.flashgen.backward_modified(*_fold(info, in_dims, inputs, _BACKWARD_OPTIONS))
     results = [result.unflatten(0, (info.batch_size, -1)) for result in main]
     place = _BACKWARD_OPTIONS + _FLAT.index("bias")
-    if inputs[place] is None or not inputs[-1]:
-        return (*results, dbias), (0, 0, 0, None)
+    if inputs[place] is None or not inputs[-2]:
+        return (*results, dbias, dslopes), (0, 0, 0, None, None)
     # Back from the whole batch to one gradient of the caller's shape for each mapped call.
     shape = [size for dim, size in enumerate(inputs[place].shape) if dim != in_dims[place]]
     each = dbias.unflatten(0, (info.batch_size, -1))
     padded = (info.batch_size, *(1,) * (4 - len(shape)), *shape)
-    return (*results, each.sum_to_size(padded).reshape(info.batch_size, *shape)), (0, 0, 0, 0)
+    each = each.sum_to_size(padded).reshape(info.batch_size, *shape)
+    return (*results, each, dslopes), (0, 0, 0, 0, None)
 
 
 forward_modified.register_vmap(_map_forward)
@@ -266,7 +276,7 @@ class ModifiedGradients(torch.autograd.Function):
     """Their gradients, which are not differentiated again."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Arguments and results of `torch.ops.flashgen.backward_modified`."""
         return _run_backward(*inputs)
 

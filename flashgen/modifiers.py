@@ -177,9 +177,11 @@ def check_cap(options: Options, scale: float | None) -> None:
         )
 
 
-def check_gradients(options: Options) -> None:
+def check_gradients(options: Options, *, of_slopes: bool = True) -> None:
     """Refuse to differentiate by what has no gradient here; where a call is made, since inside no graph is seen."""
     for name, tensors in (("alibi_slopes", [options.alibi_slopes]), ("mod_tensors", options.mod_tensors)):
+        if name == "alibi_slopes" and of_slopes:
+            continue
         wanted = any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
         if wanted and torch.is_grad_enabled():
             raise InputError(

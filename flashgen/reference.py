@@ -88,11 +88,7 @@ def modified(
         capped = torch.tanh(scores / modifiers.softcap)
         scores, slope = capped * modifiers.softcap, slope * (1 - capped**2)
     if modifiers.alibi_slopes is not None:
-        first, stop, _ = keys.indices(seq_kv)
-        seq_q = scores.shape[-2]
-        rows = torch.arange(seq_q, device=scores.device)[:, None] + (seq_kv - seq_q)
-        far = (torch.arange(first, stop, device=scores.device) - rows).abs()
-        scores = scores - modifiers.alibi_slopes[..., None, None] * far
+        scores = scores - modifiers.alibi_slopes[..., None, None] * distances(scores, seq_kv, keys)
     if modifiers.bias is not None:
         scores = scores + modifiers.bias[..., keys].to(scores.dtype)
     return scores, slope
@@ -109,6 +105,14 @@ def stays_of(p: Tensor, seq_kv: int, modifiers: Modifiers, keys: slice = slice(N
 def dropped(values: Tensor, stays: Tensor | None) -> Tensor:
     """P, or the gradient of what it became, where `stays` says so."""
     return values if stays is None else values * stays
+
+
+def distances(scores: Tensor, seq_kv: int, keys: slice) -> Tensor:
+    """How far each of these keys is from a row's own, [seq_q, keys], as ALiBi counts."""
+    first, stop, _ = keys.indices(seq_kv)
+    seq_q = scores.shape[-2]
+    rows = torch.arange(seq_q, device=scores.device)[:, None] + (seq_kv - seq_q)
+    return (torch.arange(first, stop, device=scores.device) - rows).abs()
 
 
 def plain_attention(
@@ -199,12 +203,13 @@ def tiled_attention(
 
 
 class Gradients(NamedTuple):
-    """Of q, k and v, shaped and typed as they are; of bias and sinks, in the form of Modifiers, where there are any."""
+    """Of q, k and v, as they are; of bias, slopes and sinks as Modifiers have them, where there are any."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None = None
+    dslopes: Tensor | None = None
     dsinks: Tensor | None = None
 
 
@@ -245,7 +250,10 @@ def tiled_backward(
     dq = torch.zeros_like(queries)
     dk, dv = (torch.zeros(each.shape, dtype=wide, device=each.device) for each in (k, v))
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(-inf - -inf) would be NaN where a row sees nothing
-    dbias = None if modifiers.bias is None else torch.zeros(modifiers.bias.shape, dtype=wide, device=q.device)
+    dbias, dslopes = (
+        None if each is None else torch.zeros(each.shape, dtype=wide, device=q.device)
+        for each in (modifiers.bias, modifiers.alibi_slopes)
+    )
     # Scaled before the product, as in the forward: of large scores another rounding is another P.
     scaled = queries * scale
     for start in range(0, seq_kv, block_kv):
@@ -260,6 +268,8 @@ def tiled_backward(
         ds = (p * (dp - delta)).masked_fill(hidden, 0.0)
         if dbias is not None:
             dbias[..., block] = ds
+        if dslopes is not None:
+            dslopes -= (ds * distances(scores, seq_kv, block)).sum((-1, -2))
         # What is hidden may be infinite before the cap, whose slope there is 0, or NaN.
         ds = _grouped((ds * slope).masked_fill(hidden, 0.0), k)
         dv[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", _grouped(dropped(p, stays), k), do)
@@ -268,7 +278,7 @@ def tiled_backward(
     dsinks = None
     if modifiers.sinks is not None:
         dsinks = -(torch.exp(modifiers.sinks[:, None] - lse) * delta[..., 0]).sum((0, 2))
-    return Gradients(dq.to(q.dtype).reshape(q.shape), dk.to(k.dtype), dv.to(v.dtype), dbias, dsinks)
+    return Gradients(dq.to(q.dtype).reshape(q.shape), dk.to(k.dtype), dv.to(v.dtype), dbias, dslopes, dsinks)
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:

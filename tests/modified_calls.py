@@ -11,6 +11,8 @@ from flashgen import spec
 
 # What `attention` has options for.
 FEATURES = tuple(name for name in spec.FEATURES if name != "varlen")
+# Of a call's arguments.
+DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "bias", "sinks")
 Three = tuple[Tensor, Tensor, Tensor]
 
 

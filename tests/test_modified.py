@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from modified_calls import FEATURES, Three, options, random, tensors
+from modified_calls import DIFFERENTIABLE, FEATURES, Three, options, random, tensors
 from torch import Tensor
 
 import flashgen
@@ -64,8 +64,9 @@ def test_narrow_tensors_with_everything(dtype: torch.dtype) -> None:
 
 def _gradcheck(given: dict[str, Any], causal: bool | str = False, layout: str = "bhsd", **others: Any) -> None:
     """Of the output and the log-sum-exp of rows that see a key or have a sink."""
-    differentiable = [name for name in ("bias", "sinks") if name in given]
-    leaves = [each.clone().requires_grad_() for each in (*tensors(layout=layout), *map(given.get, differentiable))]  # type: ignore[union-attr]
+    differentiable = [name for name in DIFFERENTIABLE if name in given]
+    parts = [*tensors(layout=layout), *(given[name].double() for name in differentiable)]
+    leaves = [each.clone().requires_grad_() for each in parts]
 
     def call(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         passed = {**given, **dict(zip(differentiable, rest, strict=True))}
@@ -269,7 +270,7 @@ def _on_gpu(
     bias = features.get("bias")
     o2, lse2 = modified.attend(q, k, v, causal, scale, layout, True, None, Options(**features))
     expected = modified.gradients(
-        q, k, v, o2, lse2, do, dlse, causal, scale, layout, Options(**features), bias is not None
+        q, k, v, o2, lse2, do, dlse, causal, scale, layout, Options(**features), bias is not None, False
     )
     return (o, lse, *(each for each in results if each is not None)), (o2, lse2, *expected[: len(results)])
 
@@ -421,7 +422,7 @@ def test_eager_calls_pass_the_operators_by(
     given = options(*features, dtype=torch.float32)
     leaves = [each.requires_grad_() for each in gpu_tensors]
     others = [each.clone().requires_grad_() for each in tensors(dtype=torch.float32)]
-    for name in {"bias", "sinks"} & set(given):
+    for name in set(DIFFERENTIABLE) & set(given):
         given[name].requires_grad_()
         leaves.append(given[name])
         others.append(given[name])

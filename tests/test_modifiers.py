@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -182,17 +183,22 @@ def test_segment_ids_come_in_pairs_of_int32() -> None:
         assert f"{name} must be [2, {5 if name[-1] == 'q' else 7}]" in _refused(**_with(name, TENSORS[name][:1]))
 
 
-def test_slopes_have_no_gradient() -> None:
-    slopes = torch.ones(4, requires_grad=True)
-    for call in (
-        lambda: check_gradients(Options(alibi_slopes=slopes)),
-        lambda: flashgen.attention(Q, Q, Q, alibi_slopes=slopes),
-        lambda: torch.func.grad(lambda each: flashgen.attention(Q, Q, Q, alibi_slopes=each).sum())(slopes.detach()),  # type: ignore[union-attr]
-    ):
-        with pytest.raises(InputError, match=r"alibi_slopes have no gradient here.*detach\(\)"):
+def test_what_has_no_gradient_says_so() -> None:
+    table, starts = torch.ones(4, requires_grad=True), torch.tensor([0, 1], dtype=torch.int32)
+    each = Q[0].transpose(0, 1)
+    calls: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("mod_tensors", lambda: check_gradients(Options(score_mod="score + mod0[head]", mod_tensors=[table]))),
+        (
+            "mod_tensors",
+            lambda: flashgen.attention(Q, Q, Q, score_mod="score + t[head]", mod_tensors={"t": table}),
+        ),
+        ("alibi_slopes", lambda: flashgen.attention_varlen(each, each, each, starts, starts, 1, 1, alibi_slopes=table)),
+    )
+    for name, call in calls:
+        with pytest.raises(InputError, match=rf"{name} have no gradient here.*detach\(\)"):
             call()
-    with torch.no_grad():
-        flashgen.attention(Q, Q, Q, alibi_slopes=slopes)
+        with torch.no_grad():
+            call()
 
 
 def test_arguments_are_named_by_the_spec() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from modified_calls import FEATURES, options, random
+from modified_calls import DIFFERENTIABLE, FEATURES, options, random
 from torch import Tensor
 
 import flashgen
@@ -24,7 +24,7 @@ SETS = (*((feature,) for feature in FEATURES), ("softcap", "window"), ("bias", "
 
 def _results(tensors: list[Tensor], given: dict[str, Any], upstream: list[Tensor], **how: Any) -> dict[str, Tensor]:
     """o, lse and the gradients of all that is differentiable, in float64 on the CPU."""
-    leaves = dict(zip("qkv", tensors, strict=True)) | {name: given[name] for name in ("bias", "sinks") if name in given}
+    leaves = dict(zip("qkv", tensors, strict=True)) | {name: given[name] for name in DIFFERENTIABLE if name in given}
     leaves = {name: each.detach().clone().requires_grad_() for name, each in leaves.items()}
     o, lse = flashgen.attention(**{**given, **leaves}, return_lse=True, **how)
     gradients = torch.autograd.grad((o, lse), list(leaves.values()), [each.to(o) for each in upstream])
@@ -47,7 +47,7 @@ def test_values_and_gradients(features: tuple[str, ...], causal: bool | str, lay
         given["window"] = (70, 33)
     upstream = [random(*tensors[0].shape, seed=4), random(2, 4, seq_q, seed=5)]
     how = {"causal": causal, "layout": layout, "scale": scale}
-    wide = {name: each.double() if name in ("bias", "sinks") else each for name, each in given.items()}
+    wide = {name: each.double() if name in DIFFERENTIABLE else each for name, each in given.items()}
     expected = _results([each.double() for each in tensors], wide, upstream, **how)
     there = {name: each.cuda() if isinstance(each, Tensor) else each for name, each in given.items()}
     actual = _results([each.cuda() for each in tensors], there, [each.cuda() for each in upstream], **how)
