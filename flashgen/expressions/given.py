@@ -47,11 +47,13 @@ def written(
     return *texts, tuple(given.values())
 
 
-# What expressions mean is known before a call is traced.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _texts(score_mod: object, mask_mod: object, names: tuple[str, ...], traced: bool) -> tuple[str | None, str | None]:
     return _text(score_mod, names, True, traced), _text(mask_mod, names, False, traced)
 
+
+# What expressions mean is known before a call is traced: torch.compiler.assume_constant_result, which would import all
+# of torch.compile here.
+_texts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # Functions are read once, and again when a number that they capture is another.
 _known: dict[tuple[object, ...], str] = {}
