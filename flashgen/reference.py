@@ -123,14 +123,15 @@ def plain_attention(
     causal: str = "none",
     scale: float | None = None,
     rounding: Callable[[Tensor], Tensor] = lambda operand: operand,
+    rounding_s: Callable[[Tensor], Tensor] = lambda scores: scores,
     rounding_p: Callable[[Tensor], Tensor] = lambda p: p,
     modifiers: Modifiers = NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v with the whole score matrix in memory, every step in the inputs' dtype.
 
     Run on float64 inputs it is the reference; run on the inputs' own dtype it is the yardstick of the accept rule.
-    `rounding` is applied to the operands of both products, as tensor cores round fp32 to TF32; `rounding_p` to P, as
-    `rounded_to_e4m3` does for fp8.
+    `rounding` is applied to the operands of both products, as tensor cores round fp32 to TF32; `rounding_s` to scores
+    and `rounding_p` to P, as `summed_in_14_bits` and `rounded_to_e4m3` do for fp8.
 
     Returns:
         o [batch, heads, seq_q, head_dim_v] in the inputs' dtype, and lse [batch, heads, seq_q] (natural log) in
@@ -139,13 +140,25 @@ def plain_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = rounding(q), rounding(k), rounding(v)
     scores = _statistics_dtype((_grouped(q, k) @ k[:, :, None].transpose(-1, -2)) * scale).flatten(1, 2)
-    scores, _ = modified(scores, k.shape[2], modifiers)
+    scores, _ = modified(rounding_s(scores), k.shape[2], modifiers)
     seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers, heads=(q.shape[0], q.shape[1]))
     p, lse = _softmax(scores.masked_fill(~seen, -math.inf), modifiers.sinks)
     # Rounded before, since the row's largest one, of which rounding takes its unit, may be dropped.
     p = dropped(rounding_p(p), stays_of(p, k.shape[2], modifiers))
     o = rounding(_grouped(p.to(v.dtype), k)) @ v[:, :, None]
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
+
+
+def summed_in_14_bits(scores: Tensor) -> Tensor:
+    """Scores [..., keys] as Hopper's tensor cores add fp8 products up: in 14 bits, cut off, of the largest sum.
+
+    DeepSeek-V3 (2024), section 3.3.2, measured it. Every row takes the unit of its largest score.
+    """
+    if scores.shape[-1] == 0:
+        return scores
+    _, exponent = torch.frexp(scores.abs().amax(-1, keepdim=True))
+    unit = torch.ldexp(torch.ones_like(scores[..., :1]), exponent - 14)
+    return torch.trunc(scores / unit) * unit
 
 
 def rounded_to_e4m3(p: Tensor) -> Tensor:
