@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 0.7},
     "alibi": {"alibi_slopes": random(5, 2, seed=9).abs()},
     "window": {"window": (7, 4)},
+    "dropout": {"dropout_p": 0.4, "dropout_seed": torch.tensor([5, 2])},
     "sinks": {"sinks": random(2, seed=8)},
 }
 
@@ -86,6 +87,8 @@ class Call:
         own: Modifiers = self.modifiers.to(Tensor.double)
         if own.alibi_slopes is not None:
             own = own._replace(alibi_slopes=own.alibi_slopes[index : index + 1])
+        if own.dropout is not None:
+            own = own._replace(dropout=own.dropout._replace(first=index))
         o, lse = plain_attention(q, k, v, causal=self.spec.causal, modifiers=own)
         self.o[rows], self.lse[:, rows] = o[0].transpose(0, 1).float(), lse[0].float()
         dlse = self.dlse[None, :, rows].double()
