@@ -10,9 +10,10 @@ from flashgen.families import Variant
 from flashgen.families.family import Tile
 from flashgen.families.hopper_fwd import packed_heads
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.queueing import round_trip
 from flashgen.resources import Resources
-from flashgen.spec import Problem, Spec
+from flashgen.spec import Spec
 
 # Clocks are those of the datasheet's peaks. Fitted, all at once, by least squares on the logarithm of the times of the
 # 583 kernels of triton_fwd at 6 sizes each on an H200 (tests/data), faster kernels weighing more:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
-from flashgen.errors import FlashgenError, InputError, did_you_mean
+from flashgen.errors import FlashgenError, InputError, did_you_mean, shown
 from flashgen.families import family_named
-from flashgen.hardware import Gpu
+from flashgen.features import OPTIONAL
+from flashgen.hardware import Gpu, Identity
+from flashgen.problem import Bucket, Problem
 from flashgen.space import Config
-from flashgen.spec import OPTIONAL, Bucket, Problem, Spec
+from flashgen.spec import Spec
 
 Method = Literal["measured", "estimated"]
-Identity = tuple[str, tuple[int, int], int, int]
 
 _ENTRY_KEYS = ("spec", "bucket", "family", "config", "method", "problem", "time_us", "error", "versions")
 _GPU_KEYS = ("name", "backend", "capability", "num_sms", "shared_per_block")
-
-# For untrusted values: aliases can make a small file's list enormous to print.
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxother = 2, 120
-shown = _BRIEF.repr
 
 
 @dataclass(frozen=True)
