@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import reprlib
 from collections.abc import Iterable
-
-# For untrusted values: aliases can make a small file's list enormous to print.
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxother = 2, 120
-shown = _BRIEF.repr
 
 
 class FlashgenError(Exception):

@@ -67,6 +67,11 @@ class Gpu:
         return f"sm_{self.sm}" if self.backend == "cuda" else _HIP_ARCH.get(self.capability, f"gfx{self.sm}")
 
     @property
+    def warp_threads(self) -> int:
+        """Threads of a warp, or of what AMD calls a wavefront."""
+        return 32 if self.backend == "cuda" else 64
+
+    @property
     def identity(self) -> Identity:
         """What makes tuned configs exchangeable: the silicon, not the product's label."""
         return (self.backend, self.capability, self.num_sms, self.shared_per_block)

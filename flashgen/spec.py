@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, cast, get_args
 
@@ -10,7 +9,7 @@ import torch
 
 from flashgen.errors import InputError, did_you_mean
 from flashgen.features import DESCALES, EXPRESSIONS, FEATURES, MODIFIERS, OPTIONAL, digest
-from flashgen.problem import next_power_of_2
+from flashgen.tiles import MAX_TILE_WIDTH, parts_of
 
 Op = Literal["forward", "backward"]
 DType = Literal["fp16", "bf16", "fp32", "fp8"]
@@ -30,20 +29,6 @@ DTYPE_NAMES: dict[torch.dtype, DType] = {value: cast(DType, key) for key, value 
 ELEMENT_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 1}
 
 MAX_HEAD_DIM = 576
-# Up to as many columns a head is one tile.
-MAX_TILE_WIDTH = 256
-
-
-@functools.cache
-def parts_of(width: int) -> tuple[tuple[int, int], ...]:
-    """The tiles that hold the columns of one head: (first column, width), widths powers of two of at least 16.
-
-    16 is tl.dot's minimum. Wide heads take two where that saves columns: 576 is 512 and 64, not 1024.
-    """
-    whole = max(16, next_power_of_2(width))
-    first = whole // 2
-    rest = max(16, next_power_of_2(max(1, width - first)))
-    return ((0, first), (first, rest)) if width > MAX_TILE_WIDTH and rest < first else ((0, whole),)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from variants import variant
 
+from flashgen import paths
 from flashgen.compile import compile_kernel, load_module, module_of, require_triton
 from flashgen.errors import MissingDependencyError, RenderError
 from flashgen.families import Variant

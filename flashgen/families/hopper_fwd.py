@@ -9,7 +9,8 @@ from flashgen.families.modified import plain_rule
 from flashgen.hardware import Gpu
 from flashgen.problem import Problem
 from flashgen.space import Config, Rule
-from flashgen.spec import MAX_TILE_WIDTH, Spec
+from flashgen.spec import Spec
+from flashgen.tiles import MAX_TILE_WIDTH
 
 CHOICES = {
     # Warpgroups that compute, 64 rows each.
