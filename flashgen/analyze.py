@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from flashgen.errors import InputError
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.space import Config
-from flashgen.spec import Problem, Spec
+from flashgen.spec import Spec
 
 
 @dataclass(frozen=True)

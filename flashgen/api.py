@@ -14,9 +14,10 @@ from flashgen.descales import FP8, Descales, Number
 from flashgen.dispatch import attend
 from flashgen.dropout import drawn
 from flashgen.expressions.given import written
+from flashgen.flat import flat
 from flashgen.fp8 import attention_fp8
 from flashgen.modified import judged
-from flashgen.modified_autograd import Modified, flat, run
+from flashgen.modified_autograd import Modified, run
 from flashgen.modifiers import Options, check_gradients
 from flashgen.tensors import (
     CPU_DTYPES,

@@ -5,6 +5,7 @@ What autograd, torch.compile, torch.export, activation checkpointing, torch.func
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -137,6 +138,15 @@ def looped(
     ]
     results = tuple(torch.stack(result) for result in zip(*each, strict=True))
     return results, (0,) * len(results)
+
+
+def mapped(operator: Any) -> Callable[..., Any]:
+    """The rule of vmap for an operator whose calls cannot be one: `looped`."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+        return looped(info.batch_size, in_dims, inputs, operator)
+
+    return rule
 
 
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], Any]:

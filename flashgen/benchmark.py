@@ -12,8 +12,10 @@ import torch
 
 from flashgen.cases import mod_tensors
 from flashgen.descales import Descales, descales_from
+from flashgen.features import EXPRESSIONS
 from flashgen.modifiers import Modifiers, Options, modifiers_from
-from flashgen.spec import EXPRESSIONS, TORCH_DTYPES, Problem, Spec
+from flashgen.problem import Problem
+from flashgen.spec import TORCH_DTYPES, Spec
 
 MIN_SAMPLES = 5
 

@@ -11,11 +11,11 @@ from flashgen.benchmark import Measurement
 from flashgen.check import Accuracy
 from flashgen.evaluate import remeasure
 from flashgen.families import Variant
+from flashgen.problem import Problem
 from flashgen.records import Accuracy as StoredAccuracy
 from flashgen.records import Entry, Timing, Versions
 from flashgen.resources import Resources
 from flashgen.space import Rejection
-from flashgen.spec import Problem
 from flashgen.workers import Failure, Workers
 
 Method = Literal["measured", "estimated"]
@@ -138,4 +138,11 @@ def entry_of(ranking: Ranking, index: int, method: Method, versions: Versions) -
         time=time,
         accuracy=None if accuracy is None else StoredAccuracy(accuracy.max_error, accuracy.allowed),
         versions=versions,
+    )
+
+
+def is_transient(result: Candidate | Rejection) -> bool:
+    """Whether another run may end differently: a busy machine or GPU, a worker that somebody killed."""
+    return isinstance(result, Rejection) and (
+        result.kind.endswith((": timeout", ": OutOfMemoryError")) or result.kind == "run: crash"
     )

@@ -11,7 +11,8 @@ from torch import Tensor
 from flashgen.descales import BLOCK, Descales, descales_from
 from flashgen.expressions.given import TYPES
 from flashgen.modifiers import Modifiers, Options, modifiers_from
-from flashgen.spec import TORCH_DTYPES, Problem, Spec
+from flashgen.problem import Problem
+from flashgen.spec import TORCH_DTYPES, Spec
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from torch import Tensor
 from flashgen.cases import CASES, Case, modifiers, strided_like, tensors
 from flashgen.descales import dequantised
 from flashgen.modifiers import NOTHING, Modifiers
-from flashgen.reference import plain_attention, rounded_to_e4m3, summed_in_14_bits, tiled_backward
+from flashgen.reference import plain_attention, rounded_to_e4m3, summed_in_14_bits
+from flashgen.reference_backward import tiled_backward
 from flashgen.space import Rejection
 from flashgen.spec import TORCH_DTYPES, Spec
 

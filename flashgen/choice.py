@@ -9,8 +9,9 @@ from typing import Literal
 
 from flashgen.families import family_named
 from flashgen.hardware import Gpu
+from flashgen.problem import Bucket
 from flashgen.records import Entry, Versions
-from flashgen.spec import Bucket, Spec
+from flashgen.spec import Spec
 
 
 @dataclass(frozen=True)

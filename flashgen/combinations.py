@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from flashgen.errors import InputError, UnsupportedError
+from flashgen.features import FEATURES
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.select import select
-from flashgen.spec import ELEMENT_BYTES, FEATURES, MAX_HEAD_DIM, Causal, Op, Problem, Spec
+from flashgen.spec import ELEMENT_BYTES, MAX_HEAD_DIM, Causal, Op, Spec
 
 # A GPU on which every family runs, and sizes of no concern.
 GPU, PROBLEM = "h200", Problem(1, 1, 1, 1024, 1024)

@@ -17,7 +17,8 @@ from flashgen.benchmark import Measurement, flops, inputs, interleaved, usual_op
 from flashgen.errors import InputError, did_you_mean
 from flashgen.mods import Mod, check_comparable, check_places, mask_mod, visible_pairs
 from flashgen.peers import PEERS, Forward
-from flashgen.spec import Problem, Spec
+from flashgen.problem import Problem
+from flashgen.spec import Spec
 
 Call = Callable[[], object]
 Work = Literal["forward", "backward", "training"]

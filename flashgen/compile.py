@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
-import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +16,7 @@ from torch import Tensor
 from flashgen.errors import MissingDependencyError, RenderError
 from flashgen.families import Variant
 from flashgen.hardware import Gpu
-from flashgen.paths import generated_dir
+from flashgen.paths import write_source
 from flashgen.render import kernel_options, render
 from flashgen.resources import Resources, resources_of
 from flashgen.spec import ELEMENT_BYTES, Spec
@@ -35,23 +32,6 @@ def require_triton() -> None:
             "generating kernels needs the package triton, which is not installed (it exists for Linux only). "
             "`flashgen.attention` works here on CPU tensors; run the rest on Linux with `pip install triton`."
         )
-
-
-def write_source(text: str, slug: str, folder: Path | None = None) -> Path:
-    """Write `text` to `<folder>/<slug>_<hash>.py` once, atomically, and return the path.
-
-    The name holds a hash of the text, so a path never changes its content: Triton reads kernels back through
-    `inspect`, which trusts the path (rewriting one in place gave the old source with the new bytecode).
-    """
-    folder = generated_dir() if folder is None else folder
-    path = folder / f"{slug}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    return path
 
 
 @functools.cache

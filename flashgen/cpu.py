@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flashgen.descales import dequantised
 from flashgen.modifiers import NOTHING, Modifiers
-from flashgen.reference import Gradients, tiled_attention, tiled_backward
+from flashgen.reference import tiled_attention
+from flashgen.reference_backward import Gradients, tiled_backward
 from flashgen.tensors import empty_gradient, empty_output
 
 

@@ -14,9 +14,10 @@ from flashgen.benchmark import Measurement, inputs, interleaved, sample, usual_m
 from flashgen.check import Accuracy, Launch, check
 from flashgen.families import Variant
 from flashgen.launch import arguments_of, bind, laid_out, launcher, workspace_size
+from flashgen.problem import Problem
 from flashgen.reference import tiled_attention
 from flashgen.space import Rejection
-from flashgen.spec import TORCH_DTYPES, Problem, Spec
+from flashgen.spec import TORCH_DTYPES, Spec
 
 
 @dataclass(frozen=True)

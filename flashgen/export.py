@@ -9,9 +9,10 @@ from pathlib import Path
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.families import Variant
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.render import render
 from flashgen.select import Selection, select
-from flashgen.spec import Problem, Spec
+from flashgen.spec import Spec
 
 # The features that templates/lib/standalone.py.jinja has options for.
 EXPORTED = ("softcap", "alibi", "bias", "window", "mask", "segments", "sinks")

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from flashgen.autograd import fake_forward, is_direct, refuse_tangents
 from flashgen.descales import Descales, Number, check_descales, refuse_gradients
 from flashgen.errors import UnsupportedError
+from flashgen.flat import flat, options_from
 from flashgen.modified import attend, judged
-from flashgen.modified_autograd import flat, options_from
 from flashgen.modifiers import Options
 from flashgen.tensors import causal_from
 

@@ -14,6 +14,8 @@ from flashgen.errors import GpuError, UnknownNameError, did_you_mean
 
 Backend = Literal["cuda", "hip"]
 
+Identity = tuple[str, tuple[int, int], int, int]
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -65,7 +67,12 @@ class Gpu:
         return f"sm_{self.sm}" if self.backend == "cuda" else _HIP_ARCH.get(self.capability, f"gfx{self.sm}")
 
     @property
-    def identity(self) -> tuple[str, tuple[int, int], int, int]:
+    def warp_threads(self) -> int:
+        """Threads of a warp, or of what AMD calls a wavefront."""
+        return 32 if self.backend == "cuda" else 64
+
+    @property
+    def identity(self) -> Identity:
         """What makes tuned configs exchangeable: the silicon, not the product's label."""
         return (self.backend, self.capability, self.num_sms, self.shared_per_block)
 

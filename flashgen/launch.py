@@ -16,8 +16,9 @@ from flashgen.bound import Bound, Run, with_spare
 from flashgen.compile import Launch, compile_kernel, launches, module_of
 from flashgen.errors import UnsupportedError
 from flashgen.families import Variant
+from flashgen.features import DESCALES
 from flashgen.hardware import gpu_of
-from flashgen.spec import DESCALES, Spec
+from flashgen.spec import Spec
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel

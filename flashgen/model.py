@@ -10,9 +10,10 @@ from flashgen.families import Variant
 from flashgen.families.family import Tile
 from flashgen.families.hopper_fwd import packed_heads
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.queueing import round_trip
 from flashgen.resources import Resources
-from flashgen.spec import Problem, Spec
+from flashgen.spec import Spec
 
 # Clocks are those of the datasheet's peaks. Fitted, all at once, by least squares on the logarithm of the times of the
 # 583 kernels of triton_fwd at 6 sizes each on an H200 (tests/data), faster kernels weighing more:
@@ -132,7 +133,7 @@ def _hand_us(variant: Variant, tile: Tile, resources: Resources, problem: Proble
 
 def blocks_per_sm(tile: Tile, resources: Resources, gpu: Gpu) -> int:
     """How many blocks one multiprocessor holds at once, at least 1."""
-    threads = tile.num_warps * _lanes(gpu)
+    threads = tile.num_warps * gpu.warp_threads
     # AMD's compiler does not tell its registers: scores and accumulator are the most of them.
     registers = resources.registers or tile.block * (tile.kept + tile.step) // threads + 32
     reserved = 1024 if gpu.backend == "cuda" and gpu.sm >= 80 else 0
@@ -144,10 +145,6 @@ def blocks_per_sm(tile: Tile, resources: Resources, gpu: Gpu) -> int:
             gpu.threads_per_sm // threads,
         ),
     )
-
-
-def _lanes(gpu: Gpu) -> int:
-    return 32 if gpu.backend == "cuda" else 64
 
 
 def _passes(tile: Tile, spec: Spec, problem: Problem) -> tuple[float, float]:
@@ -191,7 +188,7 @@ def _pass(tile: Tile, spec: Spec, resources: Resources, gpu: Gpu, narrow: bool) 
         read = tile.num_warps * (512 * loop.get("ldmatrix", 0) + 256 * loop.get("shared", 0))
 
     fp32_lanes = gpu.fp32_tflops * 1e3 / (2 * gpu.num_sms * gpu.clock_ghz)
-    fp32_slots = max(1.0, _lanes(gpu) * SCHEDULERS / fp32_lanes)
+    fp32_slots = max(1.0, gpu.warp_threads * SCHEDULERS / fp32_lanes)
     issue = (
         loop["total"]
         + (fp32_slots - 1) * loop.get("fp32", 0)
@@ -216,7 +213,7 @@ def _pass(tile: Tile, spec: Spec, resources: Resources, gpu: Gpu, narrow: bool) 
 
 def _one_pass(tile: Tile, spec: Spec, resources: Resources, gpu: Gpu) -> dict[str, float]:
     """Instructions of one warp for one pass; without a disassembly, what other kernels have on average."""
-    lanes = tile.num_warps * _lanes(gpu)
+    lanes = tile.num_warps * gpu.warp_threads
     scores = tile.block * tile.step / lanes
     loop = resources.loop
     if not loop:

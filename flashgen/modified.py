@@ -13,7 +13,7 @@ from flashgen.cpu import attend_on_cpu, gradients_on_cpu
 from flashgen.descales import FP8, Descales, check_descales, descales_from
 from flashgen.expressions.given import types_of
 from flashgen.gradients import Plan, check_results, remember
-from flashgen.modifiers import Modifiers, Options, check_cap, modifiers_from
+from flashgen.modifiers import Modifiers, Options, check_cap, kind_of, modifiers_from
 from flashgen.spec import Op
 from flashgen.tensors import (
     CPU_DTYPES,
@@ -27,6 +27,7 @@ from flashgen.tensors import (
     empty_output,
     from_tensors,
     positive_scale,
+    summed,
     tf32_allowed,
     turned_back,
     with_contiguous_rows,
@@ -156,13 +157,7 @@ def gradients(
         assert found is not None
         dq, dk, dv, dbias = found[:4]
     dslopes = found.dslopes if found is not None and of_slopes else None
-    return (dq, dk, dv, _summed(dbias if of_bias else None, options.bias, q), _summed(dslopes, options.alibi_slopes, q))
-
-
-def _summed(gradient: Tensor | None, like: Tensor | None, q: Tensor) -> Tensor:
-    """The gradient of what was broadcast; empty where nobody wants it."""
-    # torch adds 16-bit numbers up in fp32.
-    return q.new_empty(0) if gradient is None or like is None else gradient.sum_to_size(like.shape).to(like.dtype)
+    return (dq, dk, dv, summed(dbias if of_bias else None, options.bias, q), summed(dslopes, options.alibi_slopes, q))
 
 
 def gradients_on_gpu(
@@ -212,13 +207,6 @@ def forget() -> None:
     _plans.clear()
 
 
-def _kind(value: object) -> object:
-    """What of a modifier kernels are compiled for, or bound to."""
-    if isinstance(value, Tensor):
-        return value.stride(), value.dtype, value.data_ptr() & 15
-    return value if isinstance(value, str) else value is None
-
-
 def planned(
     op: Op,
     tensors: Sequence[Tensor],
@@ -233,7 +221,7 @@ def planned(
     key = (
         op, causal, layout, family, varlen, q.dtype is torch.float32 and tf32_allowed(),
         *((each.shape, each.stride(), each.dtype, each.device, each.data_ptr() & 15) for each in tensors),
-        *(_kind(each) for each in (*modifiers, *(modifiers.descales or ()))), types_of(modifiers.mod_tensors),
+        *(kind_of(each) for each in (*modifiers, *(modifiers.descales or ()))), types_of(modifiers.mod_tensors),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is not None:

@@ -5,47 +5,18 @@ One pair for all options, apart from the plain one, whose calls stay short.
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashgen.autograd import fake_forward, folded, is_direct, looped, no_second_derivative, save_nothing
+from flashgen.autograd import fake_forward, is_direct, no_second_derivative, save_nothing
 from flashgen.errors import UnsupportedError
-from flashgen.expressions.given import MAX_TENSORS
+from flashgen.flat import FLAT, FORWARD_OPTIONS, TENSORS, options_from
 from flashgen.modified import attend, gradients
-from flashgen.modifiers import Options, window_sides
+from flashgen.modified_vmap import map_backward, map_forward
 from flashgen.tensors import empty_gradient
-
-# Where the options begin among the arguments of either operator, and the ranks of those that have a batch.
-_FORWARD_OPTIONS, _BACKWARD_OPTIONS = 8, 10
-_RANKS = {"alibi_slopes": 2, "bias": 4, "mask": 4, "segment_ids_q": 2, "segment_ids_kv": 2}
-# A list of tensors would be beyond torch's older vmap, by which it batches gradients.
-_MODS = tuple(f"mod{index}" for index in range(MAX_TENSORS))
-_FLAT = (
-    "softcap", "alibi_slopes", "bias", "window_left", "window_right", "mask", "segment_ids_q", "segment_ids_kv",
-    "dropout_p", "dropout_seed", "score_mod", "mask_mod", *_MODS, "sinks",
-)  # fmt: skip
-_TENSORS = (*_RANKS, "dropout_seed", *_MODS, "sinks")
-# What of a call depends on the place in its own batch.
-_OWN = tuple(_FLAT.index(name) for name in ("dropout_seed", "score_mod", "mask_mod"))
-
-
-def flat(options: Options) -> tuple[Any, ...]:
-    """Options as the operators take them, the window as two numbers."""
-    known = options._asdict() | dict(zip(("window_left", "window_right"), window_sides(options.window), strict=True))
-    known |= itertools.zip_longest(_MODS, options.mod_tensors)
-    return tuple(known[name] for name in _FLAT)
-
-
-def options_from(*given: Any) -> Options:
-    """Back from `flat`, of which the sinks may be left out."""
-    known = dict(zip(_FLAT, given, strict=False))
-    window = known.pop("window_left"), known.pop("window_right")
-    tables = [known.pop(name) for name in _MODS]
-    return Options(window=window, mod_tensors=[each for each in tables if each is not None], **known)
 
 
 def compute(
@@ -155,11 +126,11 @@ def _run_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    options = dict(zip(_FLAT, inputs[_FORWARD_OPTIONS:], strict=True))
+    options = dict(zip(FLAT, inputs[FORWARD_OPTIONS:], strict=True))
     ctx.causal, ctx.scale, ctx.layout, ctx.with_lse = inputs[3:7]
-    ctx.numbers = {name: options[name] for name in _FLAT if name not in _TENSORS}
+    ctx.numbers = {name: options[name] for name in FLAT if name not in TENSORS}
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3], *output, *(options[name] for name in _TENSORS))
+    ctx.save_for_backward(*inputs[:3], *output, *(options[name] for name in TENSORS))
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -171,13 +142,13 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     if do is not None or dlse is not None:
         q, k, v, o, lse, *tensors = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        options = dict(zip(_TENSORS, tensors, strict=True)) | ctx.numbers
+        options = dict(zip(TENSORS, tensors, strict=True)) | ctx.numbers
         of_bias, of_slopes, of_sinks = (
-            ctx.needs_input_grad[_FORWARD_OPTIONS + _FLAT.index(name)] for name in ("bias", "alibi_slopes", "sinks")
+            ctx.needs_input_grad[FORWARD_OPTIONS + FLAT.index(name)] for name in ("bias", "alibi_slopes", "sinks")
         )
         # With a graph of the backward, which torch.func always makes, it would be differentiated again.
         operator: Any = ModifiedGradients.apply if torch.is_grad_enabled() else _run_backward
-        given = (options[name] for name in _FLAT[:-1])
+        given = (options[name] for name in FLAT[:-1])
         dq, dk, dv, dbias, dslopes = operator(
             q, k, v, o, lse, do, dlse, ctx.causal, ctx.scale, ctx.layout, *given, of_bias, of_slopes
         )
@@ -187,7 +158,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
         }
         if of_sinks:
             found["sinks"] = sinks_gradient(options["sinks"], o, lse, do, dlse, ctx.layout)
-    return tuple(found.get(name) for name in ("q", "k", "v", *[""] * 5, *_FLAT))
+    return tuple(found.get(name) for name in ("q", "k", "v", *[""] * 5, *FLAT))
 
 
 def sinks_gradient(sinks: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, layout: str) -> Tensor:
@@ -207,56 +178,8 @@ forward_modified.register_autograd(_differentiate, setup_context=_save)
 backward_modified.register_autograd(no_second_derivative, setup_context=save_nothing)
 
 
-def _fold_option(tensor: Tensor, dim: int | None, rank: int, size: int, batch: int) -> Tensor:
-    """An option of up to `rank` dimensions, broadcast to the whole batch, of which its mapped one becomes a part."""
-    whole = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-    whole = whole.reshape(size, *(1,) * (rank + 1 - whole.dim()), *whole.shape[1:])
-    return whole.expand(size, batch, *whole.shape[2:]).flatten(0, 1)
-
-
-def _fold(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...], first: int) -> list[Any]:
-    """All inputs, without a mapped dimension: q and its like come first, options from `first` on."""
-    batch = inputs[0].shape[0 if in_dims[0] != 0 else 1]
-    mains = 7 if first == _BACKWARD_OPTIONS else 3
-    results = [*folded(info.batch_size, in_dims[:mains], inputs[:mains]), *inputs[mains:]]
-    for place, name in enumerate(_FLAT[: len(inputs) - first], first):
-        given = inputs[place]
-        if name in _RANKS and given is not None:
-            results[place] = _fold_option(given, in_dims[place], _RANKS[name], info.batch_size, batch)
-    return results
-
-
-def _map_forward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], Any]:
-    # What depends on a call's own batch, or is shared by all of it, goes call by call, with seeds that vmap has drawn.
-    own = any(inputs[_FORWARD_OPTIONS + place] is not None for place in _OWN)
-    if own or in_dims[_FORWARD_OPTIONS + _FLAT.index("sinks")] is not None:
-        return looped(info.batch_size, in_dims, inputs, torch.ops.flashgen.forward_modified)
-    o, lse = torch.ops.flashgen.forward_modified(*_fold(info, in_dims, inputs, _FORWARD_OPTIONS))
-    with_lse = inputs[6]
-    return (
-        (o.unflatten(0, (info.batch_size, -1)), lse.unflatten(0, (info.batch_size, -1)) if with_lse else lse),
-        (0, 0 if with_lse else None),
-    )
-
-
-def _map_backward(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], Any]:
-    if any(inputs[_BACKWARD_OPTIONS + place] is not None for place in _OWN) or inputs[-1]:
-        return looped(info.batch_size, in_dims, inputs, torch.ops.flashgen.backward_modified)
-    *main, dbias, dslopes = torch.ops.flashgen.backward_modified(*_fold(info, in_dims, inputs, _BACKWARD_OPTIONS))
-    results = [result.unflatten(0, (info.batch_size, -1)) for result in main]
-    place = _BACKWARD_OPTIONS + _FLAT.index("bias")
-    if inputs[place] is None or not inputs[-2]:
-        return (*results, dbias, dslopes), (0, 0, 0, None, None)
-    # Back from the whole batch to one gradient of the caller's shape for each mapped call.
-    shape = [size for dim, size in enumerate(inputs[place].shape) if dim != in_dims[place]]
-    each = dbias.unflatten(0, (info.batch_size, -1))
-    padded = (info.batch_size, *(1,) * (4 - len(shape)), *shape)
-    each = each.sum_to_size(padded).reshape(info.batch_size, *shape)
-    return (*results, each, dslopes), (0, 0, 0, 0, None)
-
-
-forward_modified.register_vmap(_map_forward)
-backward_modified.register_vmap(_map_backward)
+forward_modified.register_vmap(map_forward)
+backward_modified.register_vmap(map_backward)
 
 
 class Modified(torch.autograd.Function):
@@ -269,7 +192,7 @@ class Modified(torch.autograd.Function):
 
     setup_context = staticmethod(_save)
     backward = staticmethod(_differentiate)
-    vmap = staticmethod(_map_forward)
+    vmap = staticmethod(map_forward)
 
 
 class ModifiedGradients(torch.autograd.Function):
@@ -282,4 +205,4 @@ class ModifiedGradients(torch.autograd.Function):
 
     setup_context = staticmethod(save_nothing)
     backward = staticmethod(no_second_derivative)
-    vmap = staticmethod(_map_backward)
+    vmap = staticmethod(map_backward)

@@ -8,16 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashgen import judging
 from flashgen.descales import FP8, Descales
 from flashgen.dropout import Dropout, dropout_from
 from flashgen.errors import InputError
 from flashgen.expressions.given import judge
 
-# An open side of a window; with lengths below it every sum of two such numbers is an int32.
-UNLIMITED = 2**29
 # Whole numbers up to here are exact in fp32.
 EXACT = 2**24
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _as_bytes(value: Any) -> Any:
@@ -33,7 +31,7 @@ class Modifiers(NamedTuple):
         softcap: cap * tanh(scores / cap) (Gemma 2, section 2).
         alibi_slopes: fp32 [batch, heads]; slope * |j - (i + seq_kv - seq_q)| is subtracted (Press et al. 2022).
         bias: [batch, heads, seq_q, seq_kv], added.
-        window: (left, right): -left <= d <= right is seen, with causal also d <= 0; UNLIMITED is an open side.
+        window: (left, right): -left <= d <= right is seen, with causal also d <= 0; judging.UNLIMITED is an open side.
         mask: bool [batch, heads, seq_q, seq_kv]; True is seen, as in SDPA.
         segment_ids_q: int32 [batch, seq_q]; a row sees the keys with its own id.
         segment_ids_kv: int32 [batch, seq_kv].
@@ -92,6 +90,13 @@ class Modifiers(NamedTuple):
 NOTHING = Modifiers()
 
 
+def kind_of(value: object) -> object:
+    """What of a modifier kernels are compiled for, or bound to."""
+    if isinstance(value, Tensor):
+        return value.stride(), value.dtype, value.data_ptr() & 15
+    return value if isinstance(value, str) else value is None
+
+
 class Options(NamedTuple):
     """The same as a caller gives it, not judged yet.
 
@@ -139,25 +144,25 @@ def modifiers_from(sizes: tuple[int, int, int, int], like: Tensor, options: Opti
         if getattr(options, name) is not None and max(seq_q, seq_kv) >= EXACT:
             raise InputError(f"{name} needs lengths below {EXACT}, but got {seq_q} and {seq_kv}.")
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    slopes = _floats("alibi_slopes", options.alibi_slopes, like)
+    slopes = judging.floats("alibi_slopes", options.alibi_slopes, like)
     if slopes is not None:
         if tuple(slopes.shape) not in ((heads,), (batch, heads)):
             raise InputError(f"alibi_slopes must be [{heads}] or [{batch}, {heads}], but got {tuple(slopes.shape)}.")
         slopes = slopes.to(wide).expand(batch, heads)
-    added = _floats("bias", options.bias, like)
+    added = judging.floats("bias", options.bias, like)
     own = torch.bfloat16 if like.dtype == FP8 else like.dtype
     if added is not None and added.dtype not in (own, torch.float32):
         raise InputError(f"bias must be {own}, as the output, or torch.float32, but got {added.dtype}. Cast it.")
-    sink = _floats("sinks", options.sinks, like)
+    sink = judging.floats("sinks", options.sinks, like)
     if sink is not None and tuple(sink.shape) != (heads,):
         raise InputError(f"sinks must be [{heads}], one a head, but got {tuple(sink.shape)}.")
-    ids = _segments(options.segment_ids_q, options.segment_ids_kv, (batch, seq_q), (batch, seq_kv), like)
+    ids = judging.segments(options.segment_ids_q, options.segment_ids_kv, (batch, seq_q), (batch, seq_kv), like)
     return Modifiers(
-        softcap=_softcap(options.softcap),
+        softcap=judging.softcap(options.softcap),
         alibi_slopes=slopes,
-        bias=None if added is None else _broadcast("bias", added, sizes),
-        window=_window(options.window, max(seq_q, seq_kv)),
-        mask=_mask(options.mask, sizes, like),
+        bias=None if added is None else judging.broadcast("bias", added, sizes),
+        window=judging.window(options.window, max(seq_q, seq_kv)),
+        mask=judging.mask(options.mask, sizes, like),
         segment_ids_q=ids[0],
         segment_ids_kv=ids[1],
         dropout=dropout_from(options.dropout_p, options.dropout_seed, like),
@@ -187,86 +192,3 @@ def check_gradients(options: Options, *, of_slopes: bool = True) -> None:
             raise InputError(
                 f"{name} have no gradient here, but they require one: detach() them, or make a bias of them."
             )
-
-
-def window_sides(value: object) -> tuple[Any, Any]:
-    """(left, right) of a window as it was given, not judged but for being a pair; None is open on both sides."""
-    if value is None:
-        return None, None
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise InputError(f"window must be None or a pair (left, right), but got {value!r}.")
-    return value[0], value[1]
-
-
-def _softcap(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 2.0**-60 <= value <= 2.0**60:
-        raise InputError(f"softcap must be None or a number from {2.0**-60:.1e} to {2.0**60:.1e}, but got {value!r}.")
-    return float(value)
-
-
-def _window(value: object, longest: int) -> tuple[int, int] | None:
-    sides = window_sides(value)
-    if sides == (None, None):
-        return None
-    for side in sides:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
-            raise InputError(f"each side of window must be None or a number of keys from 0 on, but got {value!r}.")
-    if longest >= UNLIMITED:
-        raise InputError(f"window needs lengths below {UNLIMITED}, but got {longest}.")
-    left, right = (UNLIMITED if side is None else min(side, UNLIMITED) for side in sides)
-    return None if (left, right) == (UNLIMITED, UNLIMITED) else (left, right)
-
-
-def _floats(name: str, value: object, like: Tensor) -> Tensor | None:
-    if value is None:
-        return None
-    allowed = (*FLOATS, torch.float64) if like.device.type == "cpu" else FLOATS
-    _check_tensor(name, value, like, allowed, "floating-point numbers")
-    assert isinstance(value, Tensor)
-    return value
-
-
-def _mask(value: object, sizes: tuple[int, ...], like: Tensor) -> Tensor | None:
-    if value is None:
-        return None
-    _check_tensor("mask", value, like, (torch.bool,), "bool; add numbers as bias")
-    assert isinstance(value, Tensor)
-    return _broadcast("mask", value, sizes)
-
-
-def _segments(
-    q: object, kv: object, q_shape: tuple[int, int], kv_shape: tuple[int, int], like: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    if q is None and kv is None:
-        return None, None
-    found: list[Tensor] = []
-    for name, value, shape in (("segment_ids_q", q, q_shape), ("segment_ids_kv", kv, kv_shape)):
-        if value is None:
-            raise InputError(f"segment_ids_q and segment_ids_kv must be given together, but {name} is None.")
-        _check_tensor(name, value, like, (torch.int32, torch.int64), "int32 or int64")
-        assert isinstance(value, Tensor)
-        if tuple(value.shape) != shape:
-            raise InputError(f"{name} must be {list(shape)}, but got {tuple(value.shape)}.")
-        found.append(value.to(torch.int32).contiguous())
-    return found[0], found[1]
-
-
-def _check_tensor(name: str, value: object, like: Tensor, dtypes: tuple[torch.dtype, ...], words: str) -> None:
-    if not isinstance(value, Tensor):
-        raise InputError(f"{name} must be None or a torch.Tensor, but got {type(value).__name__}.")
-    if value.dtype not in dtypes:
-        raise InputError(f"{name} must hold {words}, but got {value.dtype}.")
-    if value.device != like.device:
-        raise InputError(f"{name} must be on q's device {like.device}, but got {value.device}. Move it there.")
-
-
-def _broadcast(name: str, value: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    shape = tuple(value.shape)
-    padded = (1,) * (4 - len(shape)) + shape
-    if len(shape) > 4 or any(size not in (1, wanted) for size, wanted in zip(padded, sizes, strict=True)):
-        raise InputError(
-            f"{name} must be broadcastable to [batch, heads, seq_q, seq_kv] = {list(sizes)}, but got {list(shape)}."
-        )
-    return value.expand(sizes)

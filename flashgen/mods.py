@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from flashgen.errors import InputError, UnsupportedError
-from flashgen.spec import Problem, Spec
+from flashgen.problem import Problem
+from flashgen.spec import Spec
 
 Function = Callable[..., Tensor]
 
@@ -33,7 +34,7 @@ class Mod:
     Attributes:
         name: what the table calls it.
         causal: whether a row sees no key behind its own.
-        features: of spec.FEATURES, with values of the usual sizes (flashgen.benchmark.usual_options).
+        features: of features.FEATURES, with values of the usual sizes (flashgen.benchmark.usual_options).
         terms: `score_mod` and `mask_mod` where it is none of them.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -50,3 +51,20 @@ def generated_dir() -> Path:
 def _temporary_dir() -> Path:
     """This process's own folder: under a name that others can guess, they could leave code to be imported."""
     return Path(tempfile.mkdtemp(prefix="flashgen-"))
+
+
+def write_source(text: str, slug: str, folder: Path | None = None) -> Path:
+    """Write `text` to `<folder>/<slug>_<hash>.py` once, atomically, and return the path.
+
+    The name holds a hash of the text, so a path never changes its content: Triton reads kernels back through
+    `inspect`, which trusts the path (rewriting one in place gave the old source with the new bytecode).
+    """
+    folder = generated_dir() if folder is None else folder
+    path = folder / f"{slug}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    return path

@@ -12,8 +12,9 @@ from torch import Tensor
 from flashgen.errors import UnsupportedError
 from flashgen.hardware import gpu_of
 from flashgen.launch import bind, is_aligned, laid_out
+from flashgen.problem import Problem
 from flashgen.select import Selection, give_up, select
-from flashgen.spec import Problem, Spec
+from flashgen.spec import Spec
 
 _planning = threading.Lock()
 

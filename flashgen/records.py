@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from flashgen.errors import FlashgenError, InputError, did_you_mean
 from flashgen.families import family_named
-from flashgen.hardware import Gpu
+from flashgen.features import OPTIONAL
+from flashgen.hardware import Gpu, Identity
+from flashgen.problem import Bucket, Problem
 from flashgen.space import Config
-from flashgen.spec import OPTIONAL, Bucket, Problem, Spec
+from flashgen.spec import Spec
+from flashgen.untrusted import check_number, count, mapping, scalar, shown, text
 
 Method = Literal["measured", "estimated"]
-Identity = tuple[str, tuple[int, int], int, int]
 
 _ENTRY_KEYS = ("spec", "bucket", "family", "config", "method", "problem", "time_us", "error", "versions")
 _GPU_KEYS = ("name", "backend", "capability", "num_sms", "shared_per_block")
-
-# For untrusted values: aliases can make a small file's list enormous to print.
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxother = 2, 120
-shown = _BRIEF.repr
 
 
 @dataclass(frozen=True)
@@ -40,11 +36,11 @@ class Timing:
     samples: int | None
 
     def __post_init__(self) -> None:
-        _check_number("time_us.median", self.median_us, low=1e-9)
+        check_number("time_us.median", self.median_us, low=1e-9)
         if self.spread_us is not None:
-            _check_number("time_us.spread", self.spread_us)
+            check_number("time_us.spread", self.spread_us)
         if self.samples is not None:
-            _count("time_us.samples", self.samples, low=1)
+            count("time_us.samples", self.samples, low=1)
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,8 @@ class Accuracy:
     allowed: float
 
     def __post_init__(self) -> None:
-        _check_number("error.max_error", self.max_error)
-        _check_number("error.allowed", self.allowed)
+        check_number("error.max_error", self.max_error)
+        check_number("error.allowed", self.allowed)
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Versions:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if (name, value) != ("driver", None):
-                _text(f"versions.{name}", value)
+                text(f"versions.{name}", value)
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ class Entry:
             raise InputError(f"family {family.name!r} computes op={family.op!r}, but the spec says {self.spec.op!r}.")
         family.config(self.config)
         for name, size in vars(self.bucket).items():
-            if _count(f"bucket.{name}", size).bit_count() != 1:
+            if count(f"bucket.{name}", size).bit_count() != 1:
                 raise InputError(f"bucket.{name} must be a power of two, but got {shown(size)}.")
         if min(vars(self.problem).values()) < 1:
             raise InputError(f"a problem without any work has no fastest config, but got {self.problem}.")
@@ -161,15 +157,15 @@ class Entry:
         plain = mapping("the entry", value, _ENTRY_KEYS)
         time = mapping("time_us", plain["time_us"], ["median"], optional=["spread", "samples"])
         config = mapping("config", plain["config"])
-        family = family_named(_text("family", plain["family"]))
+        family = family_named(text("family", plain["family"]))
         return Entry(
             spec=_spec(plain["spec"]),
             bucket=_record(Bucket, "bucket", plain["bucket"]),
             family=family.name,
-            config=family.config({name: _scalar(f"config.{name}", number) for name, number in config.items()}),
-            method=_scalar("method", plain["method"]),
+            config=family.config({name: scalar(f"config.{name}", number) for name, number in config.items()}),
+            method=scalar("method", plain["method"]),
             problem=_record(Problem, "problem", plain["problem"]),
-            time=Timing(*(_scalar(f"time_us.{name}", time.get(name)) for name in ("median", "spread", "samples"))),
+            time=Timing(*(scalar(f"time_us.{name}", time.get(name)) for name in ("median", "spread", "samples"))),
             accuracy=None if plain["error"] is None else _record(Accuracy, "error", plain["error"]),
             versions=_record(Versions, "versions", plain["versions"]),
         )
@@ -192,28 +188,12 @@ def gpu_to_plain(gpu: Gpu) -> dict[str, object]:
 def gpu_from_plain(value: object) -> tuple[str, Identity]:
     """The GPU's name, and its identity to compare with Gpu.identity; InputError names what cannot be right."""
     plain = mapping("gpu", value, _GPU_KEYS)
-    name, backend = (_text(f"gpu.{key}", plain[key]) for key in ("name", "backend"))
+    name, backend = (text(f"gpu.{key}", plain[key]) for key in ("name", "backend"))
     if not isinstance(plain["capability"], list) or len(plain["capability"]) != 2:
         raise InputError(f"gpu.capability must be a pair such as [9, 0], but got {shown(plain['capability'])}.")
-    major, minor = (_count("gpu.capability", number) for number in plain["capability"])
-    num_sms, shared = (_count(f"gpu.{key}", plain[key]) for key in ("num_sms", "shared_per_block"))
+    major, minor = (count("gpu.capability", number) for number in plain["capability"])
+    num_sms, shared = (count(f"gpu.{key}", plain[key]) for key in ("num_sms", "shared_per_block"))
     return name, (backend, (major, minor), num_sms, shared)
-
-
-def mapping(
-    what: str, value: object, required: Collection[str] | None = None, optional: Collection[str] = ()
-) -> Mapping[str, object]:
-    """`value` as a mapping with exactly these keys (`required=None`: with any), else InputError."""
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise InputError(f"{what} must be a mapping with names as keys, but got {shown(value)}.")
-    if required is not None:
-        for key in value:
-            if key not in (known := [*required, *optional]):
-                raise InputError(f"unknown key {shown(key)} in {what}. {did_you_mean(key, known)}")
-        for key in required:
-            if key not in value:
-                raise InputError(f"key {key!r} is missing in {what}.")
-    return value
 
 
 _Record = TypeVar("_Record", Spec, Bucket, Problem, Accuracy, Versions)
@@ -222,7 +202,7 @@ _Record = TypeVar("_Record", Spec, Bucket, Problem, Accuracy, Versions)
 def _record(kind: type[_Record], what: str, value: object, optional: Collection[str] = ()) -> _Record:
     names = [field.name for field in fields(kind)]
     plain = mapping(what, value, [name for name in names if name not in optional], optional)
-    return kind(**{name: _scalar(f"{what}.{name}", item) for name, item in plain.items()})
+    return kind(**{name: scalar(f"{what}.{name}", item) for name, item in plain.items()})
 
 
 def _spec(value: object) -> Spec:
@@ -231,27 +211,3 @@ def _spec(value: object) -> Spec:
     if spec != spec.named:
         raise InputError(f"score_mod and mask_mod of spec must be digests such as '#0123456789ab', but got {spec}.")
     return spec
-
-
-def _scalar(what: str, value: object) -> Any:
-    """A single value, for the class that takes it to judge and to print."""
-    if not isinstance(value, (str, int, float, type(None))):
-        raise InputError(f"{what} must be a single value, but got {shown(value)}.")
-    return value
-
-
-def _text(what: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise InputError(f"{what} must be a string, but got {shown(value)}. Put it in quotes.")
-    return value
-
-
-def _count(what: str, value: object, low: int = 0) -> int:
-    if type(value) is not int or not low <= value <= 2**31:
-        raise InputError(f"{what} must be a whole number from {low} to {2**31}, but got {shown(value)}.")
-    return value
-
-
-def _check_number(what: str, value: object, low: float = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= 1e15:
-        raise InputError(f"{what} must be a number from {low} to 1e15, but got {shown(value)}.")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,13 +138,13 @@ def plain_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = rounding(q), rounding(k), rounding(v)
-    scores = _statistics_dtype((_grouped(q, k) @ k[:, :, None].transpose(-1, -2)) * scale).flatten(1, 2)
+    scores = _statistics_dtype((grouped(q, k) @ k[:, :, None].transpose(-1, -2)) * scale).flatten(1, 2)
     scores, _ = modified(rounding_s(scores), k.shape[2], modifiers)
     seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers, heads=(q.shape[0], q.shape[1]))
     p, lse = _softmax(scores.masked_fill(~seen, -math.inf), modifiers.sinks)
     # Rounded before, since the row's largest one, of which rounding takes its unit, may be dropped.
     p = dropped(rounding_p(p), stays_of(p, k.shape[2], modifiers))
-    o = rounding(_grouped(p.to(v.dtype), k)) @ v[:, :, None]
+    o = rounding(grouped(p.to(v.dtype), k)) @ v[:, :, None]
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
 
@@ -187,7 +186,7 @@ def tiled_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    grouped = _grouped(q, k).to(wide) * scale
+    queries = grouped(q, k).to(wide) * scale
     row_max = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
     row_sum = torch.zeros_like(row_max)
     if modifiers.sinks is not None:
@@ -197,7 +196,7 @@ def tiled_attention(
     seq_kv = k.shape[2]
     for start in range(0, seq_kv, block_kv):
         keys = slice(start, start + block_kv)
-        scores = (grouped @ k[:, :, None, keys].to(wide).transpose(-1, -2)).flatten(1, 2)
+        scores = (queries @ k[:, :, None, keys].to(wide).transpose(-1, -2)).flatten(1, 2)
         scores, _ = modified(scores, seq_kv, modifiers, keys)
         seen = visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, keys, (q.shape[0], q.shape[1]))
         scores = scores.masked_fill(~seen, -math.inf)
@@ -207,7 +206,7 @@ def tiled_attention(
         rescale = torch.exp(row_max - safe_max)
         row_sum = row_sum * rescale + p.sum(-1)
         p = dropped(p, stays_of(p, seq_kv, modifiers, keys))
-        acc = acc * rescale[..., None] + (_grouped(p, k) @ v[:, :, None, keys].to(wide)).flatten(1, 2)
+        acc = acc * rescale[..., None] + (grouped(p, k) @ v[:, :, None, keys].to(wide)).flatten(1, 2)
         row_max = new_max
     empty = row_sum == 0
     o = acc / row_sum.masked_fill(empty, 1.0)[..., None]
@@ -215,86 +214,7 @@ def tiled_attention(
     return o.to(q.dtype), lse
 
 
-class Gradients(NamedTuple):
-    """Of q, k and v, as they are; of bias, slopes and sinks as Modifiers have them, where there are any."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dbias: Tensor | None = None
-    dslopes: Tensor | None = None
-    dsinks: Tensor | None = None
-
-
-def tiled_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    dlse: Tensor | None = None,
-    *,
-    causal: str = "none",
-    scale: float | None = None,
-    block_kv: int = 512,
-    modifiers: Modifiers = NOTHING,
-) -> Gradients:
-    """Gradients of attention, block by block: P is recomputed from the log-sum-exp, never stored.
-
-    FlashAttention-2 (Dao 2023), algorithm 2. delta, the sum of dO * O over a row, takes all keys: that of one block is
-    another number. The log-sum-exp is differentiable: its gradient enters delta. A sink is a key whose value is 0.
-
-    Args:
-        o, lse: what the forward returned.
-        do: gradient of o.
-        dlse: gradient of lse; None is zero.
-
-    Returns:
-        the gradients; sums, those over a group's heads included, are fp32, or fp64 for fp64 inputs. A row that sees no
-        key has dq 0 and adds nothing to dk and dv.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    seq_kv = k.shape[2]
-    queries, do = _grouped(q, k).to(wide), _grouped(do, k).to(wide)
-    delta = (do.flatten(1, 2) * o.to(wide)).sum(-1, keepdim=True)
-    delta = delta if dlse is None else delta - dlse[..., None]
-    dq = torch.zeros_like(queries)
-    dk, dv = (torch.zeros(each.shape, dtype=wide, device=each.device) for each in (k, v))
-    lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(-inf - -inf) would be NaN where a row sees nothing
-    dbias, dslopes = (
-        None if each is None else torch.zeros(each.shape, dtype=wide, device=q.device)
-        for each in (modifiers.bias, modifiers.alibi_slopes)
-    )
-    # Scaled before the product, as in the forward: of large scores another rounding is another P.
-    scaled = queries * scale
-    for start in range(0, seq_kv, block_kv):
-        block = slice(start, start + block_kv)
-        keys, values = k[:, :, None, block].to(wide), v[:, :, None, block].to(wide)
-        scores = (scaled @ keys.transpose(-1, -2)).flatten(1, 2)
-        scores, slope = modified(scores, seq_kv, modifiers, block, derived=True)
-        hidden = ~visible_keys(q.shape[2], seq_kv, causal, q.device, modifiers, block, (q.shape[0], q.shape[1]))
-        p = torch.exp(scores - lse[..., None]).masked_fill(hidden, 0.0)
-        stays = stays_of(p, seq_kv, modifiers, block)
-        dp = dropped((do @ values.transpose(-1, -2)).flatten(1, 2), stays)
-        ds = (p * (dp - delta)).masked_fill(hidden, 0.0)
-        if dbias is not None:
-            dbias[..., block] = ds
-        if dslopes is not None:
-            dslopes -= (ds * distances(scores, seq_kv, block)).sum((-1, -2))
-        # What is hidden may be infinite before the cap, whose slope there is 0, or NaN.
-        ds = _grouped((ds * slope).masked_fill(hidden, 0.0), k)
-        dv[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", _grouped(dropped(p, stays), k), do)
-        dk[:, :, block] = torch.einsum("bhgij,bhgid->bhjd", ds, queries) * scale
-        dq += ds @ keys * scale
-    dsinks = None
-    if modifiers.sinks is not None:
-        dsinks = -(torch.exp(modifiers.sinks[:, None] - lse) * delta[..., 0]).sum((0, 2))
-    return Gradients(dq.to(q.dtype).reshape(q.shape), dk.to(k.dtype), dv.to(v.dtype), dbias, dslopes, dsinks)
-
-
-def _grouped(q: Tensor, k: Tensor) -> Tensor:
+def grouped(q: Tensor, k: Tensor) -> Tensor:
     """q, or what has its rows, as [batch, kv_heads, group, seq_q, head_dim]: keys broadcast over it without a copy."""
     batch, heads, seq_q, head_dim = q.shape
     kv_heads = k.shape[1]

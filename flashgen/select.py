@@ -10,10 +10,12 @@ import torch
 
 from flashgen.errors import UnsupportedError
 from flashgen.families import Family, Variant, families_of, family_named
+from flashgen.features import EXPRESSIONS
 from flashgen.hardware import Gpu
+from flashgen.problem import Bucket, Problem
 from flashgen.records import Versions
 from flashgen.render import template_hash
-from flashgen.spec import EXPRESSIONS, Bucket, Problem, Spec
+from flashgen.spec import Spec
 from flashgen.store import lookup
 from flashgen.version import VERSION
 

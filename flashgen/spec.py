@@ -1,16 +1,15 @@
-"""What is computed (Spec) and at which sizes (Problem)."""
+"""What is computed (Spec)."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
 
 from flashgen.errors import InputError, did_you_mean
+from flashgen.features import DESCALES, EXPRESSIONS, FEATURES, MODIFIERS, OPTIONAL, digest
+from flashgen.tiles import MAX_TILE_WIDTH, parts_of
 
 Op = Literal["forward", "backward"]
 DType = Literal["fp16", "bf16", "fp32", "fp8"]
@@ -29,51 +28,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES: dict[torch.dtype, DType] = {value: cast(DType, key) for key, value in TORCH_DTYPES.items()}
 ELEMENT_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 1}
 
-# What a spec may have beyond the plain softmax(Q K^T * scale) V, with what its kernels take for it; flashgen.modifiers
-# says what each does.
-MODIFIERS = {
-    "softcap": ("softcap",),
-    "alibi": ("alibi_slopes",),
-    "bias": ("bias",),
-    "window": ("window_left", "window_right"),
-    "mask": ("mask",),
-    "segments": ("segment_ids_q", "segment_ids_kv"),
-    "dropout": ("dropout_threshold", "dropout_scale", "dropout_seed"),
-    "sinks": ("sinks",),
-    "score_mod": (),
-    "mask_mod": (),
-    "varlen": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "total_q", "total_k"),
-}
-FEATURES = tuple(MODIFIERS)
-# What fp8 inputs are multiplied by, which kernels take before all modifiers.
-DESCALES = ("descale_q", "descale_k", "descale_v")
-EXPRESSIONS = ("score_mod", "mask_mod")
-# Files leave out what a spec does not have.
-OPTIONAL = (*FEATURES, "mod_tensors", "descale")
-
 MAX_HEAD_DIM = 576
-MAX_SIZE = 2**31 - 512  # the kernels' sizes are int32, and they round up to a block
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is >= n, for n >= 1."""
-    return 1 << (n - 1).bit_length()
-
-
-# Up to as many columns a head is one tile.
-MAX_TILE_WIDTH = 256
-
-
-@functools.cache
-def parts_of(width: int) -> tuple[tuple[int, int], ...]:
-    """The tiles that hold the columns of one head: (first column, width), widths powers of two of at least 16.
-
-    16 is tl.dot's minimum. Wide heads take two where that saves columns: 576 is 512 and 64, not 1024.
-    """
-    whole = max(16, next_power_of_2(width))
-    first = whole // 2
-    rest = max(16, next_power_of_2(max(1, width - first)))
-    return ((0, first), (first, rest)) if width > MAX_TILE_WIDTH and rest < first else ((0, whole),)
 
 
 @dataclass(frozen=True)
@@ -281,58 +236,3 @@ class Spec:
 
 _TEXTS = ("bias", *EXPRESSIONS)
 _PLAIN: dict[str, Any] = {field.name: field.default for field in fields(Spec) if field.name in OPTIONAL}
-
-
-def digest(text: str) -> str:
-    """Twelve hex digits that stand for a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The sizes of one call; lengths in tokens."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    seq_q: int
-    seq_kv: int
-
-    def __post_init__(self) -> None:
-        for field, value in vars(self).items():
-            if type(value) is not int or not 0 <= value <= MAX_SIZE:
-                raise InputError(f"0 <= {field} <= {MAX_SIZE} must hold, but got {field}={value!r}.")
-        if self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads):
-            raise InputError(
-                f"heads must be a multiple of kv_heads, but got heads={self.heads}, kv_heads={self.kv_heads}. "
-                "Query head h reads key head h // (heads // kv_heads)."
-            )
-
-    @property
-    def bucket(self) -> Bucket:
-        """What the store keys on: lengths rounded up to powers of two, so that new lengths need no new tuning."""
-        return Bucket(next_power_of_2(max(1, self.seq_q)), next_power_of_2(max(1, self.seq_kv)))
-
-    def visible_pairs(self, causal: Causal) -> int:
-        """How many (row, key) pairs are computed, over the batch and all heads."""
-        if causal == "none":
-            return self.batch * self.heads * self.seq_q * self.seq_kv
-        diagonal = self.seq_kv - self.seq_q if causal == "bottom_right" else 0
-        # Row i sees clamp(i + diagonal + 1, 0, seq_kv) keys: an arithmetic series between the two clamps.
-        first = min(max(0, -diagonal), self.seq_q)
-        full = min(max(first, self.seq_kv - diagonal), self.seq_q)
-        rows = full - first
-        series = rows * (first + diagonal + 1) + rows * (rows - 1) // 2
-        return self.batch * self.heads * (series + (self.seq_q - full) * self.seq_kv)
-
-
-@dataclass(frozen=True, order=True)
-class Bucket:
-    """Lengths rounded up to powers of two."""
-
-    seq_q: int
-    seq_kv: int
-
-    def distance(self, other: Bucket) -> float:
-        """How far two buckets are apart, in doublings of either length."""
-        return abs(math.log2(self.seq_q / other.seq_q)) + abs(math.log2(self.seq_kv / other.seq_kv))

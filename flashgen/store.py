@@ -17,10 +17,12 @@ from filelock import FileLock
 
 from flashgen.choice import Lookup, choose
 from flashgen.errors import FlashgenError, StoreError
-from flashgen.hardware import Gpu
+from flashgen.hardware import Gpu, Identity
 from flashgen.paths import tuned_dirs
-from flashgen.records import Entry, Identity, Versions, gpu_from_plain, gpu_to_plain, label_of, mapping, shown
-from flashgen.spec import Bucket, Spec
+from flashgen.problem import Bucket
+from flashgen.records import Entry, Versions, gpu_from_plain, gpu_to_plain, label_of
+from flashgen.spec import Spec
+from flashgen.untrusted import mapping, shown
 from flashgen.version import VERSION
 
 try:

@@ -14,7 +14,8 @@ from flashgen.descales import FP8
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.expressions.given import types_of
 from flashgen.modifiers import Modifiers
-from flashgen.spec import DTYPE_NAMES, BiasDType, Causal, Descale, Layout, Problem, Spec
+from flashgen.problem import Problem
+from flashgen.spec import DTYPE_NAMES, BiasDType, Causal, Descale, Layout, Spec
 
 # fp8 is taken where descales are, forward only.
 GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -233,3 +234,9 @@ def empty_output(q: Tensor, v: Tensor) -> Tensor:
         if has_contiguous_rows(out):
             return out
     return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+
+
+def summed(gradient: Tensor | None, like: Tensor | None, q: Tensor) -> Tensor:
+    """The gradient of what was broadcast; empty where nobody wants it."""
+    # torch adds 16-bit numbers up in fp32.
+    return q.new_empty(0) if gradient is None or like is None else gradient.sum_to_size(like.shape).to(like.dtype)

@@ -10,19 +10,20 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from flashgen.candidates import Candidate, Method, Ranking, entry_of, from_plain, rank, to_plain
+from flashgen.candidates import Candidate, Method, Ranking, entry_of, from_plain, is_transient, rank, to_plain
 from flashgen.compilations import Compilations
 from flashgen.evaluate import evaluate
 from flashgen.families import Family, Variant
 from flashgen.gate import judge
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.model import predict_us
+from flashgen.problem import Problem
 from flashgen.records import Entry
 from flashgen.resources import Resources
 from flashgen.search import Search, forget_study, open_journal
 from flashgen.select import current_versions
 from flashgen.space import Config, Rejection
-from flashgen.spec import Problem, Spec
+from flashgen.spec import Spec
 from flashgen.store import entries_of
 from flashgen.workers import Failure, Workers
 
@@ -144,13 +145,6 @@ def _rank_all(request: Request, candidates: list[Candidate], gpu_worker: Workers
     return tuple(rank(problem, i, candidates, gpu_worker) for i, problem in enumerate(request.problems))
 
 
-def _is_transient(result: Candidate | Rejection) -> bool:
-    """Whether another run may end differently: a busy machine or GPU, a worker that somebody killed."""
-    return isinstance(result, Rejection) and (
-        result.kind.endswith((": timeout", ": OutOfMemoryError")) or result.kind == "run: crash"
-    )
-
-
 @dataclass
 class _Run:
     """One family's search under way."""
@@ -194,7 +188,7 @@ class _Run:
             value = None
             if isinstance(result, Candidate):
                 value = sum(math.log(result.us(index)) for index in range(len(self.request.problems)))
-            self.search.tell(variant.config, value, None if _is_transient(result) else to_plain(result))
+            self.search.tell(variant.config, value, None if is_transient(result) else to_plain(result))
             self._count(result)
 
     def _judge(self, variant: Variant, compiled: tuple[Resources, ...] | Failure) -> Candidate | Rejection:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from flashgen.families import FAMILIES
 from flashgen.hardware import Gpu
+from flashgen.problem import Bucket, Problem
 from flashgen.records import Accuracy, Entry, Timing, Versions
-from flashgen.spec import Bucket, Problem, Spec
+from flashgen.spec import Spec
 
 H200 = Gpu.named("h200")
 SPEC = Spec(causal="bottom_right")

@@ -20,12 +20,12 @@ from flashgen import check
 from flashgen.cases import Case
 from flashgen.check import Launch
 from flashgen.combinations import allowed, traits
-from flashgen.compile import write_source
 from flashgen.descales import FP8
 from flashgen.expressions.given import types_of
 from flashgen.families import FAMILIES, Variant
 from flashgen.launch import arguments_of
 from flashgen.modifiers import Modifiers
+from flashgen.paths import write_source
 from flashgen.render import render
 from flashgen.space import Config
 from flashgen.spec import DTYPE_NAMES, Causal, Op, Spec

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.resources import Resources
 from flashgen.space import Config
-from flashgen.spec import Problem, Spec
+from flashgen.spec import Spec
 
 DATA = Path(__file__).parent / "data"
 H200 = Gpu.named("h200")

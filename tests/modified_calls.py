@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen import spec
+from flashgen import features as known
 
 # What `attention` has options for.
-FEATURES = tuple(name for name in spec.FEATURES if name != "varlen")
+FEATURES = tuple(name for name in known.FEATURES if name != "varlen")
 # Of a call's arguments.
 DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "bias", "sinks")
 Three = tuple[Tensor, Tensor, Tensor]

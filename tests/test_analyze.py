@@ -12,8 +12,9 @@ from flashgen.budget import BudgetRow, budget
 from flashgen.errors import InputError
 from flashgen.families.triton_fwd import CHOICES, TRITON_FWD
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.space import Config
-from flashgen.spec import Problem, Spec
+from flashgen.spec import Spec
 
 A100 = Gpu.named("a100")
 BLOCKS = Config(block_q=128, block_kv=64)

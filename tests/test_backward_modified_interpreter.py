@@ -15,9 +15,11 @@ from flashgen.cases import Case, strided_like
 from flashgen.check import FLOOR, max_error
 from flashgen.combinations import together
 from flashgen.modifiers import Modifiers, Options, modifiers_from
-from flashgen.reference import Gradients, plain_attention, tiled_backward
+from flashgen.problem import Problem
+from flashgen.reference import plain_attention
+from flashgen.reference_backward import Gradients, tiled_backward
 from flashgen.space import Config
-from flashgen.spec import Causal, DType, Problem, Spec
+from flashgen.spec import Causal, DType, Spec
 
 
 def _config(dkdv: tuple[int, int] = (16, 16), dq: tuple[int, int] = (16, 16)) -> Config:

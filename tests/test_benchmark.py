@@ -12,8 +12,9 @@ import torch
 
 from flashgen import benchmark
 from flashgen.benchmark import Measurement, balanced_orders, flops, inputs, interleaved
+from flashgen.problem import Problem
 from flashgen.reference import visible_keys
-from flashgen.spec import TORCH_DTYPES, Problem, Spec
+from flashgen.spec import TORCH_DTYPES, Spec
 
 
 def test_median_and_spread_of_samples() -> None:

@@ -12,11 +12,12 @@ from variants import variant
 from flashgen.benchmark import Measurement
 from flashgen.candidates import Candidate, Ranking, entry_of, from_plain, rank, to_plain
 from flashgen.check import Accuracy
+from flashgen.problem import Bucket, Problem
 from flashgen.records import Accuracy as StoredAccuracy
 from flashgen.records import Timing, Versions
 from flashgen.resources import Resources
 from flashgen.space import Rejection
-from flashgen.spec import Bucket, Problem, Spec
+from flashgen.spec import Spec
 
 SPEC = Spec(dtype="fp16")
 PROBLEM = Problem(2, 16, 4, 1000, 3000)

@@ -13,9 +13,10 @@ from torch import Tensor
 from flashgen import check as check_module
 from flashgen.cases import CASES, SMALL_CASES, Case, strided_like, tensors
 from flashgen.check import FLOOR, Accuracy, check, max_error, prepare
+from flashgen.problem import Problem
 from flashgen.reference import plain_attention, tiled_attention
 from flashgen.space import Rejection
-from flashgen.spec import TORCH_DTYPES, Causal, DType, Problem, Spec
+from flashgen.spec import TORCH_DTYPES, Causal, DType, Spec
 
 BF16 = Spec(head_dim=32, head_dim_v=48, dtype="bf16", causal="bottom_right")
 

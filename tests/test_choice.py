@@ -11,9 +11,10 @@ from entries import H200, SPEC, VERSIONS, entry
 from flashgen.choice import choose
 from flashgen.families import FAMILIES
 from flashgen.hardware import Gpu
+from flashgen.problem import Bucket
 from flashgen.records import Entry
 from flashgen.space import Rule
-from flashgen.spec import Bucket, Spec
+from flashgen.spec import Spec
 
 FIRST, SECOND = Path("first.yaml"), Path("second.yaml")
 AT_4096 = Bucket(4096, 4096)

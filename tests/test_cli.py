@@ -24,7 +24,8 @@ from flashgen.families import FAMILIES
 from flashgen.hardware import KNOWN_GPUS
 from flashgen.mods import Mod
 from flashgen.peers import OPTIONAL, PEERS
-from flashgen.spec import Problem, Spec
+from flashgen.problem import Problem
+from flashgen.spec import Spec
 
 TUNE = ("tune", "--gpu", "a100", "--head-dim", "64")
 

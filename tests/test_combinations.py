@@ -23,8 +23,9 @@ from flashgen.combinations import OPS, allowed, pairs, refusal, table, together,
 from flashgen.descales import FP8
 from flashgen.dropout import Dropout, kept
 from flashgen.errors import InputError, UnsupportedError
+from flashgen.features import FEATURES
+from flashgen.problem import Problem
 from flashgen.select import select
-from flashgen.spec import FEATURES, Problem
 
 README = Path(__file__).parent.parent / "README.md"
 SEQ_Q, SEQ_KV = 4, 6

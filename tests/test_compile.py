@@ -15,19 +15,14 @@ import pytest
 import torch
 from variants import variant
 
-from flashgen import compile as compile_module
-from flashgen.compile import (
-    compile_kernel,
-    load_module,
-    module_of,
-    require_triton,
-    write_source,
-)
+from flashgen import paths
+from flashgen.compile import compile_kernel, load_module, module_of, require_triton
 from flashgen.errors import MissingDependencyError, RenderError
 from flashgen.families import Variant
 from flashgen.gate import MAX_STACK, judge
 from flashgen.hardware import Gpu
 from flashgen.launch import is_aligned
+from flashgen.paths import write_source
 from flashgen.render import kernel_options, render
 from flashgen.resources import Resources
 from flashgen.spec import TORCH_DTYPES, Spec
@@ -185,7 +180,7 @@ def test_judgement_of_compiled_candidates() -> None:
 
 
 def test_a_generated_file_is_where_paths_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compile_module, "generated_dir", lambda: tmp_path)
+    monkeypatch.setattr(paths, "generated_dir", lambda: tmp_path)
     path = write_source(render(NARROW), NARROW.slug)
     assert path.parent == tmp_path and path.name.startswith(NARROW.slug)
     assert path.read_text() == render(NARROW)

@@ -28,10 +28,11 @@ from flashgen.export import EXPORTED, export, write
 from flashgen.families import Variant
 from flashgen.hardware import Gpu
 from flashgen.modifiers import Options, modifiers_from
+from flashgen.problem import Problem
 from flashgen.reference import plain_attention
 from flashgen.render import kernel_options
 from flashgen.select import forget_selections
-from flashgen.spec import TORCH_DTYPES, Problem, Spec
+from flashgen.spec import TORCH_DTYPES, Spec
 
 KINDS = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32"))
 SPECS = [

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 from variants import TRITON_FWD, variant
 
+from flashgen.combinations import VALUES
 from flashgen.compile import compile_resources
 from flashgen.errors import InputError, UnknownNameError
 from flashgen.families import FAMILIES, Family, Variant, families_of, family_named
+from flashgen.features import FEATURES
 from flashgen.gate import judge
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.paths import data_dir
-from flashgen.spec import FEATURES, Causal, DType, Spec
+from flashgen.spec import Causal, DType, Spec
 from flashgen.workers import Workers
 
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
@@ -215,7 +217,7 @@ def test_hopper_families_refuse_what_they_do_not_compute(name: str) -> None:
     general = "triton_fwd" if family.op == "forward" else "triton_bwd"
     for feature in FEATURES:
         if (family.op, feature) != ("backward", "sinks"):
-            spec = replace(plain, **{feature: "bf16" if feature == "bias" else True})
+            spec = replace(plain, **{feature: VALUES.get(feature, True)})
             assert _refusal(Variant(family, spec, config), H100) == (
                 "features",
                 f"computes no {feature}: {general} does",
@@ -229,7 +231,7 @@ def test_hopper_families_refuse_what_they_do_not_compute(name: str) -> None:
 def test_triton_families_take_every_feature(feature: str) -> None:
     for op, name in (("forward", "triton_fwd"), ("backward", "triton_bwd")):
         if (op, feature) != ("backward", "sinks"):
-            family, spec = FAMILIES[name], replace(Spec(op), **{feature: "fp32" if feature == "bias" else True})
+            family, spec = FAMILIES[name], replace(Spec(op), **{feature: VALUES.get(feature, True)})
             for gpu in (A100, H100, RTX4090):
                 config = family.default(spec, gpu)
                 assert family.refuses(spec, config, gpu) is None

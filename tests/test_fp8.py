@@ -27,10 +27,11 @@ from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import Gpu
 from flashgen.launch import arguments_of, laid_out
 from flashgen.modifiers import Options, modifiers_from
+from flashgen.problem import Problem
 from flashgen.reference import plain_attention, rounded_to_e4m3
 from flashgen.resources import resources_of
 from flashgen.select import Selection, select
-from flashgen.spec import Causal, Descale, Problem, Spec
+from flashgen.spec import Causal, Descale, Spec
 from flashgen.tensors import with_features
 
 SEQ_Q, SEQ_KV = 150, 300

@@ -18,9 +18,10 @@ from flashgen.check import max_error
 from flashgen.descales import BLOCK, FP8, Descales, dequantised
 from flashgen.dropout import Dropout
 from flashgen.modifiers import Modifiers
+from flashgen.problem import Problem
 from flashgen.reference import plain_attention, rounded_to_e4m3
 from flashgen.space import Config
-from flashgen.spec import Causal, Descale, Problem, Spec
+from flashgen.spec import Causal, Descale, Spec
 
 # Keys and rows in more than one block of a descale.
 BLOCKS = Case("blocks", Problem(1, 2, 1, 140, 290))

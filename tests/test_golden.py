@@ -30,8 +30,9 @@ from flashgen.compile import compile_resources
 from flashgen.families import Variant
 from flashgen.gate import MAX_STACK
 from flashgen.hardware import Gpu
+from flashgen.problem import next_power_of_2
 from flashgen.render import render
-from flashgen.spec import Causal, DType, Spec, next_power_of_2
+from flashgen.spec import Causal, DType, Spec
 from flashgen.workers import Workers
 
 GPUS = (Gpu.named("a100"), Gpu.named("h100"))

@@ -26,9 +26,10 @@ from flashgen.families.hopper_fwd import packed_heads
 from flashgen.gate import judge
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.model import predict_us
+from flashgen.problem import Problem
 from flashgen.render import render
 from flashgen.resources import Resources
-from flashgen.spec import TORCH_DTYPES, Causal, DType, Problem, Spec
+from flashgen.spec import TORCH_DTYPES, Causal, DType, Spec
 from flashgen.workers import Workers
 
 H200 = Gpu.named("h200")

@@ -14,10 +14,11 @@ from variants import hopper
 from flashgen.families import Variant
 from flashgen.families.hopper_fwd import _combination_broken
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.reference import plain_attention
 from flashgen.render import render
 from flashgen.space import Config
-from flashgen.spec import Causal, Problem, Spec
+from flashgen.spec import Causal, Spec
 
 H200 = Gpu.named("h200")
 CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")

@@ -13,9 +13,10 @@ from torch import Tensor
 from flashgen import check
 from flashgen.cases import SMALL_CASES, Case, strided_like
 from flashgen.check import Launch
+from flashgen.problem import Problem
 from flashgen.reference import plain_attention
 from flashgen.space import Config
-from flashgen.spec import Causal, DType, Problem, Spec
+from flashgen.spec import Causal, DType, Spec
 from flashgen.tensors import from_tensors
 
 CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")

@@ -13,9 +13,10 @@ from measured import H200, Kernel, Measured, measured
 from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.model import blocks_per_sm, predict_us
+from flashgen.problem import Problem
 from flashgen.resources import Resources
 from flashgen.space import Config
-from flashgen.spec import Causal, Problem, Spec
+from flashgen.spec import Causal, Spec
 
 # How much slower than the best the first choice may be. Leaving each spec in turn out of the fit of the constants gave
 # the same largest value, 9.2 % (head_dim 128 without mask at 512 tokens), and the same mean, 2.0 %.

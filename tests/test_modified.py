@@ -16,12 +16,15 @@ from flashgen import launch, modified, plans
 from flashgen.cases import strided_like
 from flashgen.dropout import Dropout
 from flashgen.errors import InputError, UnsupportedError
+from flashgen.features import EXPRESSIONS
 from flashgen.hardware import Gpu
 from flashgen.launch import arguments_of, laid_out
 from flashgen.modifiers import Modifiers, Options, modifiers_from
-from flashgen.reference import plain_attention, tiled_attention, tiled_backward
+from flashgen.problem import Problem
+from flashgen.reference import plain_attention, tiled_attention
+from flashgen.reference_backward import tiled_backward
 from flashgen.select import Selection, select
-from flashgen.spec import EXPRESSIONS, Problem, Spec
+from flashgen.spec import Spec
 from flashgen.tensors import causal_from
 
 PAIRS = (("softcap", "bias"), ("window", "alibi"), ("mask", "segments"), ("window", "sinks"), ("bias", "sinks"))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashgen
 from flashgen.errors import InputError, UnsupportedError
-from flashgen.modified_autograd import flat
+from flashgen.flat import flat
 from flashgen.modifiers import Options
 
 every_feature = pytest.mark.parametrize("features", [*((name,) for name in FEATURES), FEATURES], ids="+".join)

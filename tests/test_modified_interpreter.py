@@ -16,9 +16,10 @@ from flashgen.cases import SMALL_CASES, strided_like
 from flashgen.check import FLOOR, max_error
 from flashgen.combinations import together
 from flashgen.modifiers import Modifiers, Options, modifiers_from
+from flashgen.problem import Problem
 from flashgen.reference import plain_attention
 from flashgen.space import Config
-from flashgen.spec import Causal, DType, Problem, Spec
+from flashgen.spec import Causal, DType, Spec
 
 
 def _config(block_q: int = 16, block_kv: int = 16, advance: int = 0) -> Config:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 import flashgen
 from flashgen.errors import InputError
-from flashgen.modifiers import UNLIMITED, Modifiers, Options, check_gradients, modifiers_from, window_sides
-from flashgen.spec import MODIFIERS
+from flashgen.features import MODIFIERS
+from flashgen.judging import UNLIMITED, window_sides
+from flashgen.modifiers import Modifiers, Options, check_gradients, modifiers_from
 
 SIZES = (2, 4, 5, 7)
 Q = torch.zeros(2, 4, 5, 8)

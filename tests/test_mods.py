@@ -19,7 +19,8 @@ from flashgen.benchmark import inputs, usual_options
 from flashgen.cli.options import TUNABLE
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.mods import KNOWN, MODS, Mod, Term, mask_mod, visible_pairs
-from flashgen.spec import Problem, Spec
+from flashgen.problem import Problem
+from flashgen.spec import Spec
 
 PROBLEM = Problem(2, 4, 2, 40, 40)
 SPEC = Spec(head_dim=8, head_dim_v=8, dtype="fp32")

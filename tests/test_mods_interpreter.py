@@ -9,8 +9,9 @@ from interpreted import Interpreter, assert_right, interpreter_of
 from mods import MASKS, SCORES, features
 
 from flashgen.cases import SMALL_CASES, Case
+from flashgen.problem import Problem
 from flashgen.space import Config
-from flashgen.spec import Causal, Problem, Spec
+from flashgen.spec import Causal, Spec
 
 FORWARD = Config(block_q=16, block_kv=16, num_warps=4, num_stages=2, index_bits=32, advance=0)
 BACKWARD = Config(

@@ -12,7 +12,8 @@ from flashgen.benchmark import Measurement
 from flashgen.compare import Row
 from flashgen.errors import InputError, MissingDependencyError
 from flashgen.plot import check_plot_path, plot
-from flashgen.spec import Problem, Spec
+from flashgen.problem import Problem
+from flashgen.spec import Spec
 
 
 def _rows(*specs: Spec) -> list[Row]:

@@ -14,8 +14,9 @@ import torch
 from entries import H200, VERSIONS, entry
 
 from flashgen.errors import FlashgenError, InputError
+from flashgen.problem import Bucket, Problem
 from flashgen.records import Accuracy, Entry, Timing, gpu_from_plain, gpu_to_plain
-from flashgen.spec import Bucket, Problem, Spec
+from flashgen.spec import Spec
 
 
 @pytest.mark.parametrize("measured", [True, False])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen import reference
+from flashgen import reference_backward
 from flashgen.modifiers import Modifiers
 from flashgen.reference import plain_attention, tiled_attention
 from flashgen.spec import Causal
@@ -22,7 +22,7 @@ every_causal = pytest.mark.parametrize("causal", CAUSAL)
 
 
 def tiled_backward(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.tiled_backward(*arguments, **options)[:3]
+    return reference_backward.tiled_backward(*arguments, **options)[:3]
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -142,7 +142,7 @@ def test_a_row_whose_bias_is_minus_infinity_has_no_gradient(sink: float | None) 
     bias[:, :, 2] = -math.inf
     modifiers = Modifiers(bias=bias, sinks=None if sink is None else torch.full((2,), sink))
     o, lse = tiled_attention(q, k, v, modifiers=modifiers)
-    gradients = reference.tiled_backward(q, k, v, o, lse, do, modifiers=modifiers)
+    gradients = reference_backward.tiled_backward(q, k, v, o, lse, do, modifiers=modifiers)
     assert all(each.isfinite().all() for each in gradients if each is not None)
     assert gradients.dbias is not None
     assert not gradients.dq[:, :, 2].any() and not gradients.dbias[:, :, 2].any()

@@ -14,10 +14,11 @@ from variants import TRITON_FWD, variant
 from flashgen import render as render_module
 from flashgen.errors import RenderError
 from flashgen.families import Variant
+from flashgen.features import FEATURES
 from flashgen.paths import data_dir
 from flashgen.render import kernel_options, render, template_hash
 from flashgen.space import Config
-from flashgen.spec import FEATURES, Spec
+from flashgen.spec import Spec
 from flashgen.version import VERSION
 
 SMALL = variant(Spec(head_dim=64, head_dim_v=64, dtype="fp16", causal="bottom_right"))

@@ -19,6 +19,7 @@ from flashgen.candidates import Candidate, rank
 from flashgen.check import Accuracy
 from flashgen.compare import Row
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.report import (
     comparison_table,
     outcome_to_plain,
@@ -31,7 +32,7 @@ from flashgen.report import (
 )
 from flashgen.resources import Resources
 from flashgen.space import Rejection
-from flashgen.spec import Problem, Spec
+from flashgen.spec import Spec
 from flashgen.tune import Outcome, Progress, Request
 
 A100 = Gpu.named("a100")

@@ -14,10 +14,11 @@ from flashgen.errors import UnknownNameError, UnsupportedError
 from flashgen.families import FAMILIES, Variant
 from flashgen.families.hopper_fwd import HOPPER_FWD
 from flashgen.hardware import KNOWN_GPUS, Gpu
+from flashgen.problem import Problem
 from flashgen.records import Entry
 from flashgen.select import Selection, current_versions, forget_selections, select
 from flashgen.space import Config
-from flashgen.spec import Problem, Spec
+from flashgen.spec import Spec
 
 FAMILY = FAMILIES["triton_fwd"]
 # Nobody ships winners for these widths.

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from flashgen.errors import InputError
+from flashgen.problem import MAX_SIZE, Bucket, Problem, next_power_of_2
 from flashgen.reference import visible_keys
-from flashgen.spec import MAX_SIZE, Bucket, Causal, Problem, Spec, next_power_of_2
+from flashgen.spec import Causal, Spec
 
 CAUSAL: tuple[Causal, ...] = ("none", "bottom_right", "top_left")
 

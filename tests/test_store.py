@@ -14,8 +14,9 @@ from flashgen import store
 from flashgen.errors import StoreError
 from flashgen.families import FAMILIES
 from flashgen.hardware import Gpu
+from flashgen.problem import Bucket
 from flashgen.records import Entry
-from flashgen.spec import Bucket, Spec
+from flashgen.spec import Spec
 
 CONFIG = FAMILIES["triton_fwd"].default(SPEC, H200)
 TEXT = """\

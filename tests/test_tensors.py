@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flashgen.errors import InputError
-from flashgen.spec import DTYPE_NAMES, TORCH_DTYPES, Causal, Problem, Spec
+from flashgen.problem import Problem
+from flashgen.spec import DTYPE_NAMES, TORCH_DTYPES, Causal, Spec
 from flashgen.tensors import causal_from, check_scale, from_tensors, has_memory
 
 

@@ -24,12 +24,13 @@ from flashgen.errors import MissingDependencyError
 from flashgen.families import FAMILIES, Family
 from flashgen.gate import MAX_STACK
 from flashgen.hardware import Gpu
+from flashgen.problem import Bucket, Problem
 from flashgen.records import Accuracy as StoredAccuracy
 from flashgen.records import Entry, Timing
 from flashgen.search import open_journal
 from flashgen.select import current_versions
 from flashgen.space import Config
-from flashgen.spec import Bucket, Problem, Spec
+from flashgen.spec import Spec
 from flashgen.tune import Outcome, Progress, Request, tune, warm_start
 from flashgen.workers import Workers
 

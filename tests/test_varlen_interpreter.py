@@ -14,7 +14,8 @@ from torch import Tensor
 from flashgen.check import FLOOR, max_error
 from flashgen.combinations import allowed, together, traits
 from flashgen.modifiers import Modifiers, Options, modifiers_from
-from flashgen.reference import plain_attention, tiled_backward
+from flashgen.reference import plain_attention
+from flashgen.reference_backward import tiled_backward
 from flashgen.space import Config
 from flashgen.spec import Op, Spec
 

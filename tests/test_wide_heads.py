@@ -17,8 +17,10 @@ from flashgen.compile import compile_resources
 from flashgen.errors import UnsupportedError
 from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import KNOWN_GPUS, Gpu
+from flashgen.problem import Problem, next_power_of_2
 from flashgen.select import select
-from flashgen.spec import MAX_HEAD_DIM, Causal, DType, Op, Problem, Spec, next_power_of_2, parts_of
+from flashgen.spec import MAX_HEAD_DIM, Causal, DType, Op, Spec
+from flashgen.tiles import parts_of
 from flashgen.workers import Workers
 
 WIDTHS = [(257, 257), (320, 320), (512, 512), (576, 512), (64, 576), (576, 64), (400, 300), (192, 128)]

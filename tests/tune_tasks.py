@@ -13,9 +13,9 @@ from flashgen.check import Accuracy
 from flashgen.evaluate import Evaluation
 from flashgen.families import Variant
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.resources import Resources
 from flashgen.space import Rejection
-from flashgen.spec import Problem
 
 FITS = Resources(shared=16384, registers=128, stack=0, loop={})
 

@@ -14,8 +14,8 @@ from flashgen.budget import BudgetRow, budget
 from flashgen.cli import options
 from flashgen.errors import InputError
 from flashgen.families import FAMILIES
+from flashgen.problem import Problem
 from flashgen.report import stdout_console
-from flashgen.spec import Problem
 
 
 @click.command("analyze")

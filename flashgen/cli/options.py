@@ -9,8 +9,10 @@ import torch
 
 from flashgen.errors import InputError, did_you_mean
 from flashgen.expressions.given import judge, written
+from flashgen.features import EXPRESSIONS, FEATURES
 from flashgen.hardware import Gpu, current_gpu
-from flashgen.spec import EXPRESSIONS, FEATURES, MAX_HEAD_DIM, TORCH_DTYPES, Causal, DType, Op, Problem, Spec
+from flashgen.problem import Problem
+from flashgen.spec import MAX_HEAD_DIM, TORCH_DTYPES, Causal, DType, Op, Spec
 
 # FlashAttention's benchmark set: 16,384 tokens, heads * head_dim = 2,048.
 TOKENS = 16384
@@ -140,13 +142,12 @@ def specs_from(
     causal: str,
     op: str = "forward",
     features: tuple[str, ...] = (),
-    score_mod: str | None = None,
-    mask_mod: str | None = None,
+    mods: tuple[str | None, str | None] = (None, None),
 ) -> list[Spec]:
-    """Every spec that the options name; a bias has the inputs' dtype."""
-    score, mask, _ = written(score_mod, mask_mod, None)
+    """Every spec that the options name; a bias has the inputs' dtype, `mods` are score_mod and mask_mod."""
+    score, mask, _ = written(*mods, None)
     judge(score, mask, (), torch.device("cpu"))
-    mods = {"score_mod": score or "none", "mask_mod": mask or "none"}
+    expressions = {"score_mod": score or "none", "mask_mod": mask or "none"}
     if dtypes is None:
         dtypes = ("fp16",) if gpu.backend == "cuda" and gpu.sm < 80 else ("bf16",)
 
@@ -155,7 +156,7 @@ def specs_from(
         names = [name for name in features if (name, op) != ("sinks", "backward")]
         added = "bf16" if dtype == "fp8" else dtype
         flags: dict[str, Any] = {name: added if name == "bias" else True for name in names}
-        return flags | mods
+        return flags | expressions
 
     return [
         Spec(each, head_dim, head_dim_v or head_dim, cast(DType, dtype), cast(Causal, mask), **flags(each, dtype))

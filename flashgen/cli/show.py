@@ -81,7 +81,7 @@ def show_command(gpu: str, seq: int, source: bool, as_json: bool, **given: Any) 
     causal = "true" if given["causal"] else "false"
     specs = options.specs_from(
         target, given["head_dim"], given["head_dim_v"], given["dtype"], causal, given["op"], given["features"],
-        given["score_mod"], given["mask_mod"],
+        (given["score_mod"], given["mask_mod"]),
     )  # fmt: skip
     selections = [
         select(spec, options.problem_from(seq, None, spec.head_dim), target, given["family"]) for spec in specs

@@ -68,7 +68,7 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
     target = options.gpu_from(gpu)
     specs = options.specs_from(
         target, given["head_dim"], given["head_dim_v"], given["dtype"], given["causal"], given["op"], given["features"],
-        given["score_mod"], given["mask_mod"],
+        (given["score_mod"], given["mask_mod"]),
     )  # fmt: skip
     problems = tuple(options.problem_from(length, given["heads"], given["head_dim"]) for length in seq)
     method = method_for(target)

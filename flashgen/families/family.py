@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.space import Config, Rejection, Rule, Space, config_from, first_broken
-from flashgen.spec import Op, Problem, Spec
+from flashgen.spec import Op, Spec
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from flashgen.families.family import Family, Tile
 from flashgen.families.modified import plain_rule
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.space import Config, Rule
-from flashgen.spec import MAX_TILE_WIDTH, Problem, Spec
+from flashgen.spec import Spec
+from flashgen.tiles import MAX_TILE_WIDTH
 
 CHOICES = {
     # Warpgroups that compute, 64 rows each.

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from flashgen.expressions.bounds import block_of, is_opaque
 from flashgen.expressions.emit import statements
 from flashgen.expressions.given import derivative_of, mask_of, score_of
+from flashgen.features import DESCALES, FEATURES
 from flashgen.hardware import Gpu
 from flashgen.space import Config
-from flashgen.spec import DESCALES, FEATURES, Spec
+from flashgen.spec import Spec
 
 # By feature: what a kernel takes as pointers and numbers, in launch.arguments_of's order, what it takes as strides, and
 # which arguments `modified` and `seen` take beyond the scores' places.

@@ -11,7 +11,8 @@ from flashgen.families.modified import derived, reads_more
 from flashgen.families.triton_fwd import capability_rule, has_warpgroups, plain_products
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
-from flashgen.spec import ELEMENT_BYTES, MAX_TILE_WIDTH, Spec
+from flashgen.spec import ELEMENT_BYTES, Spec
+from flashgen.tiles import MAX_TILE_WIDTH
 
 CHOICES = {
     "dkdv_block_q": (16, 32, 64, 128),

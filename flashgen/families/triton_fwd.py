@@ -6,7 +6,8 @@ from flashgen.families.family import Family, Tile
 from flashgen.families.modified import derived, reads_more
 from flashgen.hardware import Gpu
 from flashgen.space import Config, Rule
-from flashgen.spec import ELEMENT_BYTES, MAX_TILE_WIDTH, Spec
+from flashgen.spec import ELEMENT_BYTES, Spec
+from flashgen.tiles import MAX_TILE_WIDTH
 
 CHOICES = {
     "block_q": (16, 32, 64, 128, 256),

@@ -21,9 +21,10 @@ from flashgen.evaluate import with_workspace
 from flashgen.families import FAMILIES, Family, Variant
 from flashgen.hardware import current_gpu
 from flashgen.launch import bind, launcher
+from flashgen.problem import Problem
 from flashgen.reference import plain_attention
 from flashgen.space import Config
-from flashgen.spec import Causal, Problem, Spec
+from flashgen.spec import Causal, Spec
 
 MASKS: tuple[Causal, ...] = ("none", "bottom_right")
 LENGTHS = ((1, 1), (65, 130), (200, 193), (384, 512))

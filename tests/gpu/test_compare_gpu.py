@@ -11,7 +11,8 @@ import flashgen
 from flashgen.cli.options import TUNABLE
 from flashgen.compare import compare
 from flashgen.mods import MODS, Mod
-from flashgen.spec import Problem, Spec
+from flashgen.problem import Problem
+from flashgen.spec import Spec
 
 PLAIN = Spec(head_dim=64, head_dim_v=64)
 PROBLEM = Problem(2, 4, 2, 1152, 1152)

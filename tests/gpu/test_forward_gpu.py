@@ -14,7 +14,8 @@ from flashgen.compile import compile_resources
 from flashgen.families import FAMILIES, Family, Variant
 from flashgen.hardware import current_gpu
 from flashgen.launch import launcher
-from flashgen.spec import Problem, Spec
+from flashgen.problem import Problem
+from flashgen.spec import Spec
 
 FORWARD = [family for family in FAMILIES.values() if family.op == "forward"]
 WIDTHS = [(64, 64), (128, 128), (96, 96), (256, 256), (72, 72), (40, 72), (192, 128), (1, 5), (16, 16), (160, 160)]

@@ -15,9 +15,10 @@ from flashgen.compile import module_of
 from flashgen.families import FAMILIES, Family, Variant
 from flashgen.hardware import current_gpu
 from flashgen.launch import bind, workspace_size
+from flashgen.problem import Problem
 from flashgen.reference import plain_attention
 from flashgen.space import Config
-from flashgen.spec import Causal, Problem, Spec
+from flashgen.spec import Causal, Spec
 
 BY_HAND = [family for family in FAMILIES.values() if family.op == "backward" and family.by_hand]
 REPEATS = 1000

@@ -15,9 +15,10 @@ from flashgen.check import FLOOR, FORWARD_FACTOR, max_error
 from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import current_gpu
 from flashgen.launch import bind
+from flashgen.problem import Problem
 from flashgen.reference import plain_attention
 from flashgen.space import Config
-from flashgen.spec import Causal, Problem, Spec
+from flashgen.spec import Causal, Spec
 
 FAMILY = FAMILIES["hopper_fwd"]
 REPEATS = 1000

@@ -16,8 +16,9 @@ from flashgen.check import Accuracy, max_error
 from flashgen.evaluate import checked
 from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import current_gpu
+from flashgen.problem import Problem
 from flashgen.select import select
-from flashgen.spec import Causal, DType, Problem, Spec
+from flashgen.spec import Causal, DType, Spec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

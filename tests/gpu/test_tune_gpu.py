@@ -18,9 +18,10 @@ from flashgen.evaluate import evaluate
 from flashgen.export import write
 from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import current_gpu
+from flashgen.problem import Problem
 from flashgen.records import Accuracy as StoredAccuracy
 from flashgen.select import current_versions
-from flashgen.spec import Problem, Spec
+from flashgen.spec import Spec
 from flashgen.tune import Request, tune
 from flashgen.workers import Failure, Workers
 
