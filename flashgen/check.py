@@ -12,7 +12,7 @@ from torch import Tensor
 from flashgen.cases import CASES, Case, modifiers, strided_like, tensors
 from flashgen.descales import dequantised
 from flashgen.modifiers import NOTHING, Modifiers
-from flashgen.reference import plain_attention, rounded_to_e4m3, summed_in_14_bits
+from flashgen.reference import plain_attention
 from flashgen.reference_backward import tiled_backward
 from flashgen.space import Rejection
 from flashgen.spec import TORCH_DTYPES, Spec
@@ -78,8 +78,7 @@ def _prepare_forward(spec: Spec, case: Case, device: str) -> Prepared:
     o, lse = plain_attention(*_widened(torch.float64, q, k, v, shaping), causal=spec.causal, modifiers=wide)
     if spec.dtype == "fp8":
         plain_o, plain_lse = plain_attention(
-            *_widened(torch.float32, q, k, v, shaping), causal=spec.causal, rounding_s=summed_in_14_bits,
-            rounding_p=rounded_to_e4m3, modifiers=shaping,
+            *_widened(torch.float32, q, k, v, shaping), causal=spec.causal, fp8=True, modifiers=shaping,
         )  # fmt: skip
         plain_o = plain_o.to(TORCH_DTYPES[spec.out_dtype])
     else:

@@ -122,15 +122,14 @@ def plain_attention(
     causal: str = "none",
     scale: float | None = None,
     rounding: Callable[[Tensor], Tensor] = lambda operand: operand,
-    rounding_s: Callable[[Tensor], Tensor] = lambda scores: scores,
-    rounding_p: Callable[[Tensor], Tensor] = lambda p: p,
+    fp8: bool = False,
     modifiers: Modifiers = NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v with the whole score matrix in memory, every step in the inputs' dtype.
 
     Run on float64 inputs it is the reference; run on the inputs' own dtype it is the yardstick of the accept rule.
-    `rounding` is applied to the operands of both products, as tensor cores round fp32 to TF32; `rounding_s` to scores
-    and `rounding_p` to P, as `summed_in_14_bits` and `rounded_to_e4m3` do for fp8.
+    `rounding` is applied to the operands of both products, as tensor cores round fp32 to TF32; `fp8` has
+    scores as `summed_in_14_bits` and P as `rounded_to_e4m3`.
 
     Returns:
         o [batch, heads, seq_q, head_dim_v] in the inputs' dtype, and lse [batch, heads, seq_q] (natural log) in
@@ -139,11 +138,11 @@ def plain_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = rounding(q), rounding(k), rounding(v)
     scores = _statistics_dtype((grouped(q, k) @ k[:, :, None].transpose(-1, -2)) * scale).flatten(1, 2)
-    scores, _ = modified(rounding_s(scores), k.shape[2], modifiers)
+    scores, _ = modified(summed_in_14_bits(scores) if fp8 else scores, k.shape[2], modifiers)
     seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers, heads=(q.shape[0], q.shape[1]))
     p, lse = _softmax(scores.masked_fill(~seen, -math.inf), modifiers.sinks)
     # Rounded before, since the row's largest one, of which rounding takes its unit, may be dropped.
-    p = dropped(rounding_p(p), stays_of(p, k.shape[2], modifiers))
+    p = dropped(rounded_to_e4m3(p) if fp8 else p, stays_of(p, k.shape[2], modifiers))
     o = rounding(grouped(p.to(v.dtype), k)) @ v[:, :, None]
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 

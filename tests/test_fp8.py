@@ -28,7 +28,7 @@ from flashgen.hardware import Gpu
 from flashgen.launch import arguments_of, laid_out
 from flashgen.modifiers import Options, modifiers_from
 from flashgen.problem import Problem
-from flashgen.reference import plain_attention, rounded_to_e4m3
+from flashgen.reference import plain_attention, rounded_to_e4m3, summed_in_14_bits
 from flashgen.resources import resources_of
 from flashgen.select import Selection, select
 from flashgen.spec import Causal, Descale, Spec
@@ -353,3 +353,11 @@ def test_fp8_is_tuned_apart() -> None:
     assert Spec(dtype="fp8", descale="block").plain == Spec(dtype="fp8")
     assert "descale" not in Spec(dtype="fp8").stated and Spec(dtype="fp8", descale="head").stated["descale"] == "head"
     assert Spec(dtype="fp8").out_dtype == "bf16" and Spec(dtype="fp16").out_dtype == "fp16"
+
+
+def test_sums_of_14_bits_are_cut_off() -> None:
+    scores = torch.tensor([[1.0, -0.99999, 3.00037, 2.0**-14], [0.0, 0.0, 0.0, 0.0]])
+    # Of the largest, below 4, the unit is 2**-12.
+    expected = torch.tensor([[1.0, -4095 / 4096, 3.0 + 1 / 4096, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    assert torch.equal(summed_in_14_bits(scores), expected)
+    assert summed_in_14_bits(scores[:, :0]).shape == (2, 0)

@@ -19,7 +19,7 @@ from flashgen.descales import BLOCK, FP8, Descales, dequantised
 from flashgen.dropout import Dropout
 from flashgen.modifiers import Modifiers
 from flashgen.problem import Problem
-from flashgen.reference import plain_attention, rounded_to_e4m3
+from flashgen.reference import plain_attention
 from flashgen.space import Config
 from flashgen.spec import Causal, Descale, Spec
 
@@ -161,7 +161,7 @@ def test_sequences_behind_each_other(interpreter: Interpreter) -> None:
         own = Modifiers(dropout=dropout._replace(first=index))
         call: dict[str, Any] = {"causal": "bottom_right", "scale": 0.25, "modifiers": own}
         exact, exact_lse = plain_attention(*wide, **call)
-        rounded, _ = plain_attention(*wide, **call, rounding_p=rounded_to_e4m3)
+        rounded, _ = plain_attention(*wide, **call, fp8=True)
         largest = exact.abs().max().item() if exact.numel() else 0.0
         assert max_error(lse[:, rows], exact_lse[0]) <= 1e-5
         # The interpreter truncates bf16.
