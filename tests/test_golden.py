@@ -141,7 +141,10 @@ def test_golden_file_compiles(golden: Variant, gpu: Gpu, compiled: dict[tuple[st
     tile = golden.config["block_q"] * golden.config["block_kv"] // (32 * golden.config["num_warps"])
     # Soft capping takes one and a division more.
     least = 3 * tile if golden.spec.softcap else tile
-    assert least <= resources.loop["exp2"] <= (2 if golden.spec.softcap else 1.5) * least
+    # Where expressions read tensors, one pass may take two blocks.
+    assert (
+        least <= resources.loop["exp2"] <= (2 if golden.spec.softcap else 2.5 if golden.spec.tensors else 1.5) * least
+    )
     products = "fp32" if golden.spec.dtype == "fp32" else "wgmma" if gpu.sm == 90 else "mma"
     assert resources.loop[products] > 0
 

@@ -41,6 +41,11 @@ def variant(
 
 
 # What scores can go through in both directions; the bias in another type than the inputs.
+EXPRESSIONS: dict[str, Any] = {
+    "score_mod": "((score * score) + mod0[head, (kv_idx - q_idx)])",
+    "mask_mod": "((kv_idx <= q_idx) | (kv_idx < mod1[batch]))",
+    "mod_tensors": "bf16[2] int64[1]",
+}
 EVERYTHING: dict[str, Any] = {
     "softcap": True, "alibi": True, "bias": "fp32", "window": True, "mask": True, "segments": True,
 }  # fmt: skip
@@ -55,6 +60,7 @@ GOLDEN = (
     variant(Spec("forward", 64, 64, "bf16", "bottom_right", **EVERYTHING, sinks=True), 64, 32, 4, 2),
     variant(Spec("forward", 64, 64, "fp16", softcap=True, window=True), 128, 64, 8, 2, advance=1),
     variant(Spec("forward", 64, 64, "bf16", dropout=True), 128, 64, 8, 2),
+    variant(Spec("forward", 64, 64, "bf16", **EXPRESSIONS), 64, 64, 4, 2),
 )
 
 
@@ -76,6 +82,7 @@ BACKWARD_GOLDEN = (
     backward(Spec("backward", 64, 64, "bf16", "bottom_right", **EVERYTHING), (32, 64, 4, 2), (64, 32, 4, 2)),
     backward(Spec("backward", 64, 64, "fp16", softcap=True, window=True), (64, 128, 8, 2), (128, 64, 8, 2)),
     backward(Spec("backward", 64, 64, "bf16", dropout=True), (32, 128, 8, 2), (64, 64, 4, 2)),
+    backward(Spec("backward", 64, 64, "bf16", **EXPRESSIONS), (32, 64, 4, 2), (64, 32, 4, 2)),
 )
 
 

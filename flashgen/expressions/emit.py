@@ -53,11 +53,14 @@ class _Writer:
         if isinstance(node, Name):
             return node.name
         text = self._read(node) if isinstance(node, Read) else self._call(node)
-        if self._uses[node] > 1 or len(text) > _LINE:
-            name = f"v{len(self.lines)}"
-            self.lines.append(f"{name} = {_bare(text)}")
-            self._known[node] = text = name
+        if self._uses[node] > 1 or len(text) > (_LINE // 2 if isinstance(node, Read) else _LINE):
+            self._known[node] = text = self._named(_bare(text))
         return text
+
+    def _named(self, text: str) -> str:
+        """A name for a piece of text, from here on."""
+        self.lines.append(f"v{len(self.lines)} = {text}")
+        return f"v{len(self.lines) - 1}"
 
     def _call(self, node: Call) -> str:
         operation = OPERATIONS[node.operation]
@@ -75,12 +78,11 @@ class _Writer:
         for axis, index in enumerate(node.indices):
             size = f"mod{node.tensor}_size_{axis}"
             inside = f"tl.minimum(tl.maximum({_bare(self.text(index))}, 0), {size} - 1)"
+            if len(node.indices) > 1:
+                inside = self._named(inside)
             place = f"({place} * {size} + {inside})" if place else inside
             if len(place) > _LINE:
-                name = f"v{len(self.lines)}"
-                self.lines.append(f"{name} = {_bare(place)}")
-                # Under a key that no other node equals.
-                self._known[Read(node.tensor, (*node.indices[: axis + 1], Name("place")))] = place = name
+                place = self._named(_bare(place))
         text = f"tl.load(MOD{node.tensor} + {place})"
         if dtype == "bool":
             return f"({text} != 0)"
