@@ -141,23 +141,23 @@ def gradients(
         o, lse: what it returned.
         do, dlse: their gradients, as for `flashgen.gradients.gradients`.
         options: the forward's; sinks are of no concern, since the log-sum-exp includes them.
-        of_bias, of_slopes: whether these gradients are wanted; they are empty otherwise. That of slopes is computed in
-            plain torch, on a GPU too.
+        of_bias, of_slopes: whether these gradients are wanted; they are empty otherwise. With slopes all
+            are computed in plain torch, on a GPU too.
 
     Raises:
         InputError: the tensors do not fit together.
         UnsupportedError: no kernel does this.
     """
     modifiers = judged(q, k, v, scale, layout, None, options._replace(sinks=None))
-    in_torch = gradients_on_cpu if of_slopes or not q.is_cuda else None
-    found = in_torch(q, k, v, o, lse, do, dlse, causal, scale, layout, modifiers) if in_torch else None
-    if q.is_cuda:
-        dq, dk, dv, dbias = gradients_on_gpu(q, k, v, o, lse, do, dlse, causal, scale, layout, modifiers, of_bias)
+    dslopes = None
+    if of_slopes or not q.is_cuda:
+        dq, dk, dv, dbias, dslopes, _ = gradients_on_cpu(q, k, v, o, lse, do, dlse, causal, scale, layout, modifiers)
     else:
-        assert found is not None
-        dq, dk, dv, dbias = found[:4]
-    dslopes = found.dslopes if found is not None and of_slopes else None
-    return (dq, dk, dv, summed(dbias if of_bias else None, options.bias, q), summed(dslopes, options.alibi_slopes, q))
+        dq, dk, dv, dbias = gradients_on_gpu(q, k, v, o, lse, do, dlse, causal, scale, layout, modifiers, of_bias)
+    return (
+        dq, dk, dv, summed(dbias if of_bias else None, options.bias, q),
+        summed(dslopes if of_slopes else None, options.alibi_slopes, q),
+    )  # fmt: skip
 
 
 def gradients_on_gpu(

@@ -21,7 +21,6 @@ from flashgen.cases import Case
 from flashgen.check import Launch
 from flashgen.combinations import allowed, traits
 from flashgen.descales import FP8
-from flashgen.expressions.given import types_of
 from flashgen.families import FAMILIES, Variant
 from flashgen.launch import arguments_of
 from flashgen.modifiers import Modifiers
@@ -29,6 +28,7 @@ from flashgen.paths import write_source
 from flashgen.render import render
 from flashgen.space import Config
 from flashgen.spec import DTYPE_NAMES, Causal, Op, Spec
+from flashgen.tensors import with_features
 
 WORKERS = {"forward": "interpreter_worker.py", "backward": "backward_worker.py"}
 FAMILY = {"forward": "triton_fwd", "backward": "triton_bwd"}
@@ -105,24 +105,7 @@ def assert_right(launch: Launch, spec: Spec, cases: tuple[Case, ...]) -> None:
 
 def spec_of(op: Op, q: Tensor, v: Tensor, modifiers: Modifiers, causal: Causal) -> Spec:
     """What a kernel has to compute for one call."""
-    return Spec(
-        op=op,
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        dtype=DTYPE_NAMES[q.dtype],
-        causal=causal,
-        softcap=modifiers.softcap is not None,
-        alibi=modifiers.alibi_slopes is not None,
-        bias="none" if modifiers.bias is None else DTYPE_NAMES[modifiers.bias.dtype],
-        window=modifiers.window is not None,
-        mask=modifiers.mask is not None,
-        segments=modifiers.segment_ids_q is not None,
-        dropout=modifiers.dropout is not None,
-        sinks=modifiers.sinks is not None,
-        score_mod=modifiers.score_mod or "none",
-        mask_mod=modifiers.mask_mod or "none",
-        mod_tensors=" ".join(f"{name}[{rank}]" for name, rank in types_of(modifiers.mod_tensors)) or "none",
-    )
+    return with_features(Spec(op, q.shape[3], v.shape[3], DTYPE_NAMES[q.dtype], causal), modifiers)
 
 
 def walked(op: Op) -> list[tuple[str, str]]:

@@ -22,20 +22,20 @@ def block_of(node: Node) -> tuple[Node, Node]:
 def is_opaque(node: Node) -> bool:
     """Whether ranges leave something out: tensors are read at places that differ within a block."""
     below = node.operands if isinstance(node, Call) else node.indices if isinstance(node, Read) else ()
-    return (isinstance(node, Read) and _point(node) is None) or any(is_opaque(each) for each in below)
+    return (isinstance(node, Read) and not _is_point(node)) or any(is_opaque(each) for each in below)
 
 
-def _point(node: Node) -> Node | None:
-    """The node itself if it has one value in a block."""
+def _is_point(node: Node) -> bool:
+    """Whether it has one value in a block."""
     if isinstance(node, Name):
-        return None if node.name in ("q_idx", "kv_idx", "score") else node
+        return node.name not in ("q_idx", "kv_idx", "score")
     below = node.operands if isinstance(node, Call) else node.indices if isinstance(node, Read) else ()
-    return None if any(_point(each) is None for each in below) else node
+    return all(_is_point(each) for each in below)
 
 
 def _range(node: Node) -> Range | None:
     """(least, greatest) of a whole number; of a condition (may hold, must hold); None where nothing is known."""
-    if _point(node) is not None:
+    if _is_point(node):
         return node, node
     if isinstance(node, Name):
         side = node.name.removesuffix("_idx")

@@ -66,7 +66,7 @@ def show(node: Node) -> str:
     """An expression as canonical text."""
     if isinstance(node, Constant):
         text = repr(node.value)
-        return f'float("{text}")' if text.lstrip("-") in ("inf", "nan") else text
+        return f'float("{text}")' if text.lstrip("-") == "inf" else text
     if isinstance(node, Name):
         return node.name
     if isinstance(node, Read):

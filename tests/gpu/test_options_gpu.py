@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from modified_calls import DIFFERENTIABLE, FEATURES, options, random
+from modified_calls import FEATURES, options, random
 from torch import Tensor
 
 import flashgen
@@ -24,7 +24,8 @@ SETS = (*((feature,) for feature in FEATURES), ("softcap", "window"), ("bias", "
 
 def _results(tensors: list[Tensor], given: dict[str, Any], upstream: list[Tensor], **how: Any) -> dict[str, Tensor]:
     """o, lse and the gradients of all that is differentiable, in float64 on the CPU."""
-    leaves = dict(zip("qkv", tensors, strict=True)) | {name: given[name] for name in DIFFERENTIABLE if name in given}
+    # With gradients of slopes none would come from kernels.
+    leaves = dict(zip("qkv", tensors, strict=True)) | {name: given[name] for name in ("bias", "sinks") if name in given}
     leaves = {name: each.detach().clone().requires_grad_() for name, each in leaves.items()}
     o, lse = flashgen.attention(**{**given, **leaves}, return_lse=True, **how)
     gradients = torch.autograd.grad((o, lse), list(leaves.values()), [each.to(o) for each in upstream])
@@ -47,7 +48,7 @@ def test_values_and_gradients(features: tuple[str, ...], causal: bool | str, lay
         given["window"] = (70, 33)
     upstream = [random(*tensors[0].shape, seed=4), random(2, 4, seq_q, seed=5)]
     how = {"causal": causal, "layout": layout, "scale": scale}
-    wide = {name: each.double() if name in DIFFERENTIABLE else each for name, each in given.items()}
+    wide = {name: each.double() if name in ("bias", "sinks") else each for name, each in given.items()}
     expected = _results([each.double() for each in tensors], wide, upstream, **how)
     there = {name: each.cuda() if isinstance(each, Tensor) else each for name, each in given.items()}
     actual = _results([each.cuda() for each in tensors], there, [each.cuda() for each in upstream], **how)
@@ -157,3 +158,16 @@ def test_seeds_and_generators_on_the_gpu() -> None:
         call(dropout_seed=(5, 6))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_gradient_of_slopes() -> None:
+    drawn = [random(2, heads, seq, 64, seed=seed) for seed, (heads, seq) in enumerate([(4, 150), (2, 210), (2, 210)])]
+    given = [*drawn, random(4, seed=5).abs()]
+    results = []
+    for dtype, device in ((torch.float32, "cuda"), (torch.float64, "cpu")):
+        leaves = [each.to(device, dtype).requires_grad_() for each in given]
+        o = flashgen.attention(*leaves[:3], causal=True, alibi_slopes=leaves[3])
+        assert isinstance(o, Tensor)
+        results.append([each.double().cpu() for each in torch.autograd.grad(o.cos().sum(), leaves)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
