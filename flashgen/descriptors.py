@@ -145,13 +145,19 @@ _zeros: dict[tuple[int, int], Tensor] = {}
 
 
 def zero_of(device: int, stream: int) -> Tensor:
-    """The 0 from which kernels of a stream, one after the other, count tiles, and which each of them restores.
+    """The 0 from which kernels of a stream, one after the other, count tiles, and which each of them restores."""
+    return zeros_of(device, stream, 1)
+
+
+def zeros_of(device: int, stream: int, count: int) -> Tensor:
+    """At least as many zeros, which kernels of a stream, one after the other, count with and restore.
 
     A captured graph has its own: it may be replayed on another stream, beside this one's kernels.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return torch.zeros(count, dtype=torch.int32, device=device)
     key = (device, stream)
-    if key not in _zeros:
-        _zeros[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _zeros[key]
+    known = _zeros.get(key)
+    if known is None or len(known) < count:
+        known = _zeros[key] = torch.zeros(count, dtype=torch.int32, device=device)
+    return known
