@@ -14,7 +14,6 @@ from flashgen.tensors import CPU_DTYPES, GPU_DTYPES
 
 # What caches may hold beside q's own dtype, with descales.
 QUANTISED = (FP8, torch.int8)
-MIN_PAGE = 16
 
 
 class Cache(NamedTuple):
@@ -161,8 +160,6 @@ def _check_pages(q: Tensor, cache: Cache, batch: int) -> None:
             )
     else:
         _check_ints("block_table", cache.table, "[batch, pages per sequence]", batch)
-        if cache.k.shape[1] < MIN_PAGE:
-            raise InputError(f"page_size must be at least {MIN_PAGE}, but got k_cache {list(cache.k.shape)}.")
     if q.numel() > 0 and 0 in (cache.k.numel(), cache.capacity):
         raise InputError(
             f"the caches must have room for at least one token, but got k_cache {list(cache.k.shape)}"

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _plans: dict[tuple[object, ...], Plan] = {}
 
 
-def attend(call: Call) -> tuple[Tensor, Tensor]:
+def attend(call: Call) -> tuple[Tensor, Tensor | None]:
     """`flashgen.attention_kvcache` without autocast and tracing.
 
     Returns:
-        (output, lse), lse empty when it is not wanted.
+        (output, lse), lse None when it is not wanted.
 
     Raises:
         InputError: the arguments do not fit together.
@@ -33,11 +33,11 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     """
     if not call.q.is_cuda:
         out, lse = attend_cached_on_cpu(call, judged(call)[1])
-        return out, lse if call.return_lse else lse.new_empty(0)
+        return out, lse if call.return_lse else None
     return attend_on_gpu(call)
 
 
-def attend_on_gpu(call: Call) -> tuple[Tensor, Tensor]:
+def attend_on_gpu(call: Call) -> tuple[Tensor, Tensor | None]:
     """The same by a kernel; its plan is cached, and of what has one only the numbers are judged."""
     scale = call.scale
     if scale is not None and not (type(scale) is float and MIN_SCALE <= scale <= MAX_SCALE):
@@ -53,7 +53,7 @@ def attend_on_gpu(call: Call) -> tuple[Tensor, Tensor]:
         lse.fill_(-math.inf)
     if plan.bound is not None:
         plan.bound(*plan.pick(_named(call, plan, out, lse)))
-    return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
+    return out, lse
 
 
 def _named(call: Call, plan: Plan, out: Tensor, lse: Tensor | None) -> dict[str, Any]:
@@ -63,9 +63,10 @@ def _named(call: Call, plan: Plan, out: Tensor, lse: Tensor | None) -> dict[str,
     named: dict[str, Any] = {
         **plan.numbers, "q": q, "k": cache.k, "v": cache.v, "o": out, "lse": lse, "workspace": workspace,
         "counters": counters, "cache_seqlens": cache.seqlens, "block_table": cache.table, "k_new": cache.new_k,
-        "v_new": cache.new_v, "cu_seqlens_q": cache.cu_seqlens_q, "total_q": q.shape[0],
-        "scale": q.shape[-1] ** -0.5 if call.scale is None else call.scale,
+        "v_new": cache.new_v, "cu_seqlens_q": cache.cu_seqlens_q,
     }  # fmt: skip
+    if call.scale is not None:
+        named["scale"] = call.scale
     if call.options.alibi_slopes is not None:
         named["alibi_slopes"] = call.options.alibi_slopes.to(torch.float32)
     if call.options.sinks is not None:
@@ -100,9 +101,11 @@ def planned(call: Call) -> Plan:
 
 def _kind(value: object) -> object:
     """What of a tensor, or of a descale, a plan is made for."""
+    if value is None:
+        return None
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
-    return None if value is None else type(value)
+    return type(value)
 
 
 def forget() -> None:

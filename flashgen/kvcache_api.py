@@ -55,8 +55,8 @@ def attention_kvcache(
         q: [batch, seq_q, heads, head_dim], any strides; fp16, bf16 or fp32. With cu_seqlens_q [total_q, heads,
             head_dim].
         k_cache, v_cache: [batch, seq_kv, kv_heads, head_dim] and [..., head_dim_v], or, with a block_table, [pages,
-            page_size, kv_heads, ...] with pages of 16 tokens or more; any strides, but the last dimension is
-            contiguous. In q's dtype, or both in float8_e4m3fn or int8.
+            page_size, kv_heads, ...]; any strides, but the last dimension is contiguous. In q's dtype, or both in
+            float8_e4m3fn or int8.
         cache_seqlens: int32 [batch]; how many keys each sequence has in the cache, without those that this call
             appends. What exceeds the cache counts as full.
         block_table: int32 [batch, pages per sequence]; the pages of each sequence, which others may share.
@@ -98,8 +98,8 @@ def attention_kvcache(
         )
     if forward_ad._current_level >= 0:
         refuse_tangents(*given)
-    out, lse = run(call)
-    return (out, lse) if return_lse else out
+    out, lse = run(call, given)
+    return out if lse is None or not return_lse else (out, lse)
 
 
 def explain_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> Selection:

@@ -46,7 +46,8 @@ def compute(
         number_k if descale_k is None else descale_k, number_v if descale_v is None else descale_v,
     )  # fmt: skip
     options = Options(softcap=softcap, alibi_slopes=alibi_slopes, window=(window_left, window_right), sinks=sinks)
-    return attend(Call(q, cache, causal, scale, return_lse, num_splits, family, options))
+    out, lse = attend(Call(q, cache, causal, scale, return_lse, num_splits, family, options))
+    return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 attention_kvcache = torch.library.custom_op("flashgen::attention_kvcache", mutates_args=())(compute)
@@ -71,10 +72,10 @@ for each in (attention_kvcache, append_kvcache):
     each.register_vmap(_map)
 
 
-def run(call: Call) -> tuple[Tensor, Tensor]:
-    """One of the operators, or what it does where nobody needs to see one."""
+def run(call: Call, tensors: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """One of the operators, or what it does where nobody needs to see one; `tensors` are those of the call."""
     cache, options = call.cache, call.options
-    if isinstance(call.q, Tensor) and is_direct(*call.tensors):
+    if isinstance(call.q, Tensor) and is_direct(*tensors):
         if cache.new_k is not None:
             # As torch counts what its operators write to.
             torch.autograd.graph.increment_version((cache.k, cache.v))
@@ -84,7 +85,7 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
         judged(call)
     *others, descale_k, descale_v = cache
     descales = (descale_k, descale_v)
-    results: tuple[Tensor, Tensor] = (attention_kvcache if cache.new_k is None else append_kvcache)(
+    results: tuple[Tensor, Tensor | None] = (attention_kvcache if cache.new_k is None else append_kvcache)(
         call.q, *others, *(each if isinstance(each, Tensor) else None for each in descales),
         *(None if isinstance(each, Tensor) or each is None else float(each) for each in descales),
         *call[2:7], options.softcap, options.alibi_slopes, *(options.window or (None, None)), options.sinks,

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from flashgen.plans import select_and_bind, select_for
 from flashgen.problem import Problem
 from flashgen.select import Selection
 from flashgen.serving import Call, descales_of, judged
-from flashgen.spec import DTYPE_NAMES, Cache, Descale, Spec
-from flashgen.tensors import causal_from, with_features
+from flashgen.spec import DTYPE_NAMES, Cache, Causal, Descale, Spec
+from flashgen.tensors import with_features
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def make(call: Call) -> tuple[Plan, bool]:
     if bound is not None:
         split = split_for(selection.variant, *views, num_splits=call.num_splits)
         scratch = functools.partial(scratch_for, split, call.q.device) if split.splits > 1 else None
-    known = dict(zip(_shaping(spec), modifiers.arguments(spec.causal), strict=True))
+    known: dict[str, Any] = {"scale": spec.head_dim**-0.5, "total_q": call.q.shape[0]}
+    known |= zip(_shaping(spec), modifiers.arguments(spec.causal), strict=True)
     plan = Plan(
         selection=selection,
         bound=bound,
@@ -103,7 +104,7 @@ def _spec(call: Call, problem: Problem, modifiers: Modifiers) -> Spec:
     if isinstance(number, Tensor):
         descale = "head" if number.dim() == 2 else "token"
     spec = with_features(
-        Spec("decode", q.shape[-1], cache.v.shape[3], DTYPE_NAMES[q.dtype], causal_from(call.causal)), modifiers
+        Spec("decode", q.shape[-1], cache.v.shape[3], DTYPE_NAMES[q.dtype], cast(Causal, call.causal)), modifiers
     )
     return replace(
         spec,

@@ -31,7 +31,8 @@ class Call(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """All that are given."""
-        return [each for each in (self.q, *self.cache, *self.options) if isinstance(each, Tensor)]
+        given = (self.q, *self.cache, self.options.alibi_slopes, self.options.sinks)
+        return [each for each in given if isinstance(each, Tensor)]
 
     def with_rows(self) -> Call:
         """The same with copies of what has a strided last dimension; caches have none, and options may have."""
