@@ -160,5 +160,5 @@ def flops(spec: Spec, problem: Problem, pairs: int | None = None) -> float:
         pairs: how many pairs of row and key are seen, over batch and heads, where more than `causal` hides some.
     """
     d, dv = spec.head_dim, spec.head_dim_v
-    width = d + dv if spec.op == "forward" else 3 * d + 2 * dv
+    width = 3 * d + 2 * dv if spec.op == "backward" else d + dv
     return 2.0 * (problem.visible_pairs(spec.causal) if pairs is None else pairs) * width

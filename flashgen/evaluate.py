@@ -12,8 +12,10 @@ from torch import Tensor
 
 from flashgen.benchmark import Measurement, inputs, interleaved, sample, usual_modifiers
 from flashgen.check import Accuracy, Launch, check
+from flashgen.check_decode import check_decode
+from flashgen.decode_inputs import served_inputs
 from flashgen.families import Variant
-from flashgen.launch import arguments_of, bind, laid_out, launcher, workspace_size
+from flashgen.launch import arguments_of, bind, laid_out, launcher, scratch_for, split_for, workspace_size
 from flashgen.problem import Problem
 from flashgen.reference import tiled_attention
 from flashgen.space import Rejection
@@ -31,6 +33,8 @@ class Evaluation:
 @functools.lru_cache(maxsize=16)
 def _tensors(spec: Spec, problem: Problem) -> dict[str, Tensor | float | None]:
     """What a launch takes, but for the workspace; allocated once, shared by all candidates of a spec."""
+    if spec.op == "decode":
+        return served_inputs(spec, problem, "cuda")
     q, k, v = inputs(spec, problem, "cuda")
     given: dict[str, Tensor | float | None] = {"q": q, "k": k, "v": v, "scale": spec.head_dim**-0.5}
     modifiers = usual_modifiers(spec, problem, q)
@@ -49,8 +53,14 @@ def _tensors(spec: Spec, problem: Problem) -> dict[str, Tensor | float | None]:
 def _call(variant: Variant, problem: Problem) -> Callable[[], None]:
     """One launch of a variant on a problem, everything bound."""
     given = _tensors(variant.spec, problem)
-    views = [given[name] for name in laid_out(variant.spec)]
-    bound = bind(variant, *(tensor for tensor in views if isinstance(tensor, Tensor)))
+    views = [tensor for name in laid_out(variant.spec) if isinstance(tensor := given[name], Tensor)]
+    if variant.spec.op == "decode":
+        split = split_for(variant, *views)
+        workspace, counters = scratch_for(split, views[0].device)
+        given = {**given, "workspace": workspace, "counters": counters}
+        bound = bind(variant, *views, num_splits=split.splits)
+    else:
+        bound = bind(variant, *views)
     if variant.spec.op == "backward":
         given = {**given, "workspace": _workspace(variant, given["q"])}
     return functools.partial(bound, *(given[name] for name in arguments_of(variant.spec)))
@@ -64,6 +74,8 @@ def _workspace(variant: Variant, q: object) -> Tensor:
 def checked(variant: Variant) -> Accuracy | Rejection:
     """Check a variant's numbers on this machine's GPU."""
     launch = launcher(variant)
+    if variant.spec.op == "decode":
+        return check_decode(launch, variant.spec, "cuda")
     if variant.spec.op == "forward":
         return check(launch, variant.spec, "cuda")
 

@@ -12,6 +12,7 @@ from interpreted import Interpreter, interpreter_of
 from flashgen import check_decode
 from flashgen.check import Accuracy
 from flashgen.decode_cases import SMALL_DECODE_CASES, DecodeCase
+from flashgen.problem import Problem
 from flashgen.space import Config
 from flashgen.spec import Causal, DType, Spec
 
@@ -54,3 +55,68 @@ def _assert_right(
 @pytest.mark.parametrize("causal", CAUSAL)
 def test_every_mask_and_dtype(interpreter: Interpreter, causal: Causal, paged: bool, dtype: DType) -> None:
     _assert_right(interpreter, _spec(dtype=dtype, causal=causal, paged=paged))
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": True},
+    "alibi": {"alibi": True},
+    "window": {"window": True},
+    "sinks": {"sinks": True},
+    "all of them": {"softcap": True, "alibi": True, "window": True, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_every_feature(interpreter: Interpreter, causal: Causal, features: str) -> None:
+    _assert_right(interpreter, _spec(causal=causal, paged=True, **FEATURES[features]))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"varlen": True}, {"varlen": True, "alibi": True, "sinks": True}], ids=str)
+@pytest.mark.parametrize("appended", [False, True])
+def test_ragged_queries_and_new_keys(
+    interpreter: Interpreter, appended: bool, fields: dict[str, Any], paged: bool
+) -> None:
+    _assert_right(interpreter, _spec(causal="bottom_right", paged=paged, appended=appended, **fields))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("descale", ["tensor", "head", "token"])
+@pytest.mark.parametrize("cache", ["fp8", "int8"])
+def test_caches_of_8_bits(interpreter: Interpreter, cache: str, descale: str, paged: bool) -> None:
+    spec = _spec(causal="bottom_right", cache=cache, descale=descale, paged=paged, appended=descale == "token")
+    _assert_right(interpreter, spec)
+
+
+@pytest.mark.parametrize("widths", [(72, 40), (16, 128), (288, 272), (1, 5)], ids=str)
+@pytest.mark.parametrize("appended", [False, True])
+def test_every_width(interpreter: Interpreter, widths: tuple[int, int], appended: bool) -> None:
+    spec = _spec(head_dim=widths[0], head_dim_v=widths[1], causal="bottom_right", paged=True, appended=appended)
+    _assert_right(interpreter, spec, SMALL_DECODE_CASES[1:3])
+
+
+@pytest.mark.parametrize("block_kv", [16, 32, 64])
+@pytest.mark.parametrize("page_size", [16, 20, 64])
+def test_pages_and_blocks_of_every_size(interpreter: Interpreter, page_size: int, block_kv: int) -> None:
+    config = Config(**{**CONFIG, "block_kv": block_kv, "block_q": 32})
+    case = DecodeCase("pages", Problem(3, 7, 1, 5, 130), (125, 60, 0), page_size=page_size, num_splits=2)
+    _assert_right(interpreter, _spec(causal="bottom_right", paged=True), (case,), config)
+    _assert_right(interpreter, _spec(causal="bottom_right", paged=True, appended=True), (case,), config)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("num_splits", [None, 1, 7])
+def test_every_group(interpreter: Interpreter, group: int, num_splits: int | None) -> None:
+    cases = tuple(
+        DecodeCase(f"{seq_q} rows", Problem(2, 2 * group, 2, seq_q, 70), (70 - seq_q, 3), num_splits=num_splits)
+        for seq_q in (1, 2, 5, 20)
+    )
+    _assert_right(interpreter, _spec(causal="bottom_right", appended=True), cases)
+
+
+def test_lengths_beyond_the_cache(interpreter: Interpreter) -> None:
+    """Lengths are those that there can be; new keys for which there is no room are neither kept nor seen."""
+    case = DecodeCase("beyond", Problem(3, 2, 1, 4, 40), (40, 38, 0), page_size=20, num_splits=2)
+    for paged in (False, True):
+        _assert_right(interpreter, _spec(causal="bottom_right", appended=True, paged=paged), (case,))

@@ -6,7 +6,6 @@ Memory is all that such a call waits for: a block of rows is small, and what cou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from flashgen.families.family import Family, Tile
 from flashgen.families.modified import derived as of_features
@@ -175,7 +174,7 @@ def derived(spec: Spec) -> Mapping[str, object]:
     finds them. `planned`: what `plan` takes; `strided_sizes`: of which of them it passes how many strides. `sized`:
     what says how large a call is, `capacity` how many keys a sequence may have.
     """
-    named = of_features(replace(spec, varlen=False))
+    named = of_features(spec.plain_of_cache)
     descales = ["descale_k", "descale_v"] if spec.cache != "none" else []
     table, new = ["block_table"] if spec.paged else [], ["k_new", "v_new"] if spec.appended else []
     lines = [*(_PAGED if spec.paged else _CONTIGUOUS), *_LENGTHS, *(_APPENDED if spec.appended else ())]
