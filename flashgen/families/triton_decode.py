@@ -122,6 +122,8 @@ def pointless(config: Config, problems: Sequence[Problem]) -> str | None:
     return None
 
 
+# Programs that may share the keys of a row.
+MAX_SPLITS = 128
 # What serves calls with more rows than those that were tuned for.
 DEFAULT_BLOCK_Q = 64
 
@@ -170,7 +172,8 @@ def _stride(name: str, axis: str) -> str:
 def derived(spec: Spec) -> Mapping[str, object]:
     """What the template names: as `flashgen.families.modified.derived`, and what has to do with the cache.
 
-    `caching`: what the loop over keys takes for it. `numbers`: sizes beyond the usual ones, `numbers_given` how `plan`
+    `caching`: what the loop over keys takes for it; `finishing`: what the function that writes a row's results takes.
+    `numbers`: sizes beyond the usual ones, `numbers_given` how `plan`
     finds them. `planned`: what `plan` takes; `strided_sizes`: of which of them it passes how many strides. `sized`:
     what says how large a call is, `capacity` how many keys a sequence may have.
     """
@@ -190,6 +193,11 @@ def derived(spec: Spec) -> Mapping[str, object]:
         "modifiers": ["cache_seqlens", *table, *new, *spec.modifiers],
         "described": described + _listed(named["described"]) + (list(_VARLEN) * spec.varlen),
         "caching": _caching(spec),
+        "finishing": ["O_head", "stride_oh", "stride_os", "LSE", "lse_place", "group", "seq_q", "scale"]
+        + ["total_q"] * spec.varlen
+        + ["SINKS_head"] * spec.sinks
+        + ["descale_v"] * (spec.cache != "none" and spec.descale != "token"),
+        "max_splits": MAX_SPLITS,
         "numbers": ["pages: tl.int32"] * spec.paged + ["new: tl.int32"] * new_count,
         "numbers_given": ["k.shape[0]"] * spec.paged + ["k_new.shape[2]"] * new_count,
         "planned": list(planned(spec)),
