@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.benchmark import usual_modifiers
+from flashgen.benchmark import kv_bytes, usual_modifiers
 from flashgen.families import Variant
+from flashgen.graphs import copies_of
 from flashgen.hardware import Gpu
 from flashgen.launch import laid_out, split_for
 from flashgen.problem import Problem
@@ -18,12 +19,13 @@ from flashgen.spec import KV_DTYPES, TORCH_DTYPES, Spec
 PAGE_SIZE = 64
 
 
-def served_inputs(spec: Spec, problem: Problem, device: str, page_size: int = PAGE_SIZE) -> dict[str, Any]:
+def served_inputs(spec: Spec, problem: Problem, device: str) -> dict[str, Any]:
     """What a launch takes by name, but for workspace and counters: full caches, pages in random order.
 
     Args:
         problem: seq_kv is how many keys every sequence has, new ones included, and can have.
     """
+    page_size = problem.page_size or PAGE_SIZE
     generator = torch.Generator(device).manual_seed(0)
     batch, kv_heads, seq_q, seq_kv = problem.batch, problem.kv_heads, problem.seq_q, problem.seq_kv
     pages = -(-seq_kv // page_size)
@@ -61,6 +63,18 @@ def served_inputs(spec: Spec, problem: Problem, device: str, page_size: int = PA
     if spec.varlen:
         given |= _ragged(given, spec.appended)
     return given
+
+
+def rotating_inputs(spec: Spec, problem: Problem, device: str) -> list[dict[str, Any]]:
+    """The same several times, each with caches of its own, so that a launch finds nothing in L2 that one before read."""
+    given = served_inputs(spec, problem, device)
+    others = range(copies_of(kv_bytes(spec, problem)) - 1)
+    return [given, *({**given, "k": copied(given["k"]), "v": copied(given["v"])} for _ in others)]
+
+
+def copied(cache: Tensor) -> Tensor:
+    """In memory of the same order."""
+    return cache.clone(memory_format=torch.preserve_format)
 
 
 def _descale(spec: Spec, k: Tensor) -> Tensor | float:
