@@ -194,3 +194,13 @@ def kv_bytes(spec: Spec, problem: Problem) -> int:
     """Of the keys and values of a problem: what a decode has to read."""
     each = (spec.head_dim + spec.head_dim_v) * KV_DTYPES[spec.kv_dtype].itemsize
     return problem.batch * problem.kv_heads * problem.seq_kv * each
+
+
+def extra_memory(call: Callable[[], object]) -> int:
+    """Peak memory of a call beyond what is allocated before it, in bytes."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

@@ -67,12 +67,14 @@ class Ranking:
     tie: bool
 
 
-def by_bucket(problems: Sequence[Problem]) -> list[dict[int, Problem]]:
-    """The problems by their numbers, those together that the store cannot tell apart: they get one winner."""
+def rank_all(
+    problems: Sequence[Problem], candidates: Sequence[Candidate], gpu_worker: Workers | None
+) -> tuple[Ranking, ...]:
+    """A ranking for each bucket: the store cannot tell the problems in one apart, so they get one winner."""
     found: dict[Bucket, dict[int, Problem]] = {}
     for index, problem in enumerate(problems):
         found.setdefault(problem.bucket, {})[index] = problem
-    return list(found.values())
+    return tuple(rank(each, candidates, gpu_worker) for each in found.values())
 
 
 def rank(problems: Mapping[int, Problem], candidates: Sequence[Candidate], gpu_worker: Workers | None) -> Ranking:

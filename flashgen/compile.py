@@ -214,19 +214,21 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
 WHOLE, RAGGED = 128, 127
 
 
-def kernel_resources(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOLE, group: int = 1) -> Resources:
+def kernel_resources(
+    variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOLE, group: int = 1, rows: int = WHOLE
+) -> Resources:
     """Compile one kernel as contiguous tensors would launch it, and report; the task that child processes run.
 
-    `group`: query heads that share a K/V head.
+    `group`: query heads that share a K/V head; `rows` of each; `seq_kv` of a cache in pages: the tokens of one.
     """
     spec = variant.spec
     aligned = all(width * spec.element_bytes % 16 == 0 for width in (spec.head_dim, spec.head_dim_v))
     (q, o), (k, v) = (
         [torch.empty(1, heads, seq, width, device="meta") for width in (spec.head_dim, spec.head_dim_v)]
-        for heads, seq in ((group, WHOLE), (1, seq_kv))
+        for heads, seq in ((group, rows), (1, seq_kv))
     )
     tensors: tuple[Tensor, ...] = (q, k, v, o) if spec.op != "backward" else (q, k, v, o, o, q, k, v)
-    scores = q.new_empty(1, group, WHOLE, seq_kv)
+    scores = q.new_empty(1, group, rows, seq_kv)
     strided = [scores for name in ("bias", "mask") if name in spec.features]
     slopes = [q.new_empty(1, group)] if spec.alibi else []
     descales = {"head": [scores[:, :, 0, 0]] * 3, "block": [scores[:, :, :1, 0]] * 3}.get(spec.descale, [])

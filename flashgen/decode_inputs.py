@@ -66,7 +66,7 @@ def served_inputs(spec: Spec, problem: Problem, device: str) -> dict[str, Any]:
 
 
 def rotating_inputs(spec: Spec, problem: Problem, device: str) -> list[dict[str, Any]]:
-    """The same several times, each with caches of its own, so that a launch finds nothing in L2 that one before read."""
+    """The same several times, each with caches of its own, so that a launch finds in L2 nothing that another read."""
     given = served_inputs(spec, problem, device)
     others = range(copies_of(kv_bytes(spec, problem)) - 1)
     return [given, *({**given, "k": copied(given["k"]), "v": copied(given["v"])} for _ in others)]

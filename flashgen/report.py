@@ -104,9 +104,7 @@ def _winner_cells(outcome: Outcome, index: int, problem: Problem, ranking: Ranki
     microseconds = winner.us(index)
     spec, gpu = outcome.request.spec, outcome.request.gpu
     found = speed(spec, problem, microseconds)
-    peak, length = (
-        (gpu.dram_gbs, problem.seq_kv) if spec.op == "decode" else (gpu.tensor_tflops, problem.seq_q)
-    )
+    peak, length = (gpu.dram_gbs, problem.seq_kv) if spec.op == "decode" else (gpu.tensor_tflops, problem.seq_q)
     spread = f" ± {winner.times[index].spread_us:.1f}" if winner.times is not None else ""
     runner_up = "none"
     if len(ranking.best) > 1:

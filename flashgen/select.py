@@ -149,6 +149,9 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
 def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], notes: tuple[str, ...]) -> Selection:
     refusals: list[str] = []
     op = ("" if spec.op == "forward" else f" --op {spec.op}") + (" --dtype fp8" if spec.dtype == "fp8" else "")
+    if spec.op == "decode":
+        op += " --causal false" * (spec.causal == "none") + " --page-size 64" * spec.paged
+        op += f" --cache {spec.cache}" if spec.cache != "none" else ""
     features = [name for name in spec.features if name not in ("varlen", *EXPRESSIONS)]
     also = f" --with {','.join(features)}" if features else ""
     # Expressions that read tensors cannot be written on a command line.

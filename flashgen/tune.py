@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from flashgen.candidates import Candidate, Method, Ranking, by_bucket, entry_of, from_plain, is_transient, rank, to_plain
+from flashgen.candidates import Candidate, Method, Ranking, entry_of, from_plain, is_transient, rank_all, to_plain
 from flashgen.compilations import Compilations
 from flashgen.evaluate import evaluate
 from flashgen.families import Family, Variant
@@ -134,15 +134,11 @@ def tune(
         if interrupted:
             break
     try:
-        rankings = _rank_all(request, candidates, None if interrupted else gpu_worker)
+        rankings = rank_all(request.problems, candidates, None if interrupted else gpu_worker)
     except KeyboardInterrupt:
         interrupted = True
-        rankings = _rank_all(request, candidates, None)
+        rankings = rank_all(request.problems, candidates, None)
     return Outcome(request, rankings, tuple(candidates), tuple(rejections), interrupted)
-
-
-def _rank_all(request: Request, candidates: list[Candidate], gpu_worker: Workers | None) -> tuple[Ranking, ...]:
-    return tuple(rank(problems, candidates, gpu_worker) for problems in by_bucket(request.problems))
 
 
 @dataclass
@@ -168,8 +164,8 @@ class _Run:
         """Compile ahead in parallel; check and time one candidate after the other."""
         ahead: deque[Variant] = deque()
         depth = 2 * self.compilers.count
-        groups = {each.heads // max(1, each.kv_heads) for each in self.request.problems}
-        compilations = Compilations(self.compilers, self.request.gpu, to_run=self.gpu_worker is not None, groups=groups)
+        request, to_run = self.request, self.gpu_worker is not None
+        compilations = Compilations(self.compilers, request.gpu, to_run=to_run, problems=request.problems)
         while True:
             while len(ahead) < depth and time.monotonic() < deadline:
                 config = self.search.ask()

@@ -14,6 +14,7 @@ from variants import backward, hopper
 from flashgen import compilations as module
 from flashgen.compilations import Compilations
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
 from flashgen.spec import Spec
 from flashgen.workers import Failure, Workers
 
@@ -93,7 +94,7 @@ def test_kernels_for_groups_of_heads_are_compiled_for_who_runs_them(
 ) -> None:
     log = tmp_path / "log"
     monkeypatch.setattr(module, "kernel_resources", partial(tune_tasks.compile_and_note, log, 0.0))
-    compilations = Compilations(workers, Gpu.named("h200"), to_run=True, groups={1, 4})
+    compilations = Compilations(workers, Gpu.named("h200"), to_run=True, problems=[Problem(1, 8, 2, 128, 128)])
     for pack, compiled in ((0, 2), (1, 2 + 4)):
         assert compilations.outcome(hopper(Spec(), 2, 128, 2, 1, 1, 0, 0, pack=pack)) == (tune_tasks.FITS,)
         assert len(log.read_text().splitlines()) == compiled
