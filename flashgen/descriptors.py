@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,11 @@ def _past_descriptors(bound: Any) -> Callable[[Described, int], list[Any]] | Non
 
 
 _zeros: dict[tuple[int, int], Tensor] = {}
+# Zeros for captured graphs, by device: what is left of the last of them; and all there were, which graphs still use.
+RESERVE = 2**18
+_left: dict[int, Tensor] = {}
+_reserves: list[Tensor] = []
+_reserving = threading.Lock()
 
 
 def zero_of(device: int, stream: int) -> Tensor:
@@ -152,12 +158,21 @@ def zero_of(device: int, stream: int) -> Tensor:
 def zeros_of(device: int, stream: int, count: int) -> Tensor:
     """At least as many zeros, which kernels of a stream, one after the other, count with and restore.
 
-    A captured graph has its own: it may be replayed on another stream, beside this one's kernels.
+    A captured graph has its own: it may be replayed on another stream, beside this one's kernels. They come from a
+    reserve that was filled before, since filling them would be one more kernel in every replay.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    key = (device, stream)
-    known = _zeros.get(key)
+        with _reserving:
+            left = _left.get(device)
+            if left is None or len(left) < count:
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            _left[device] = left[count:]
+            return left[:count]
+    if len(_left.get(device, ())) < RESERVE // 2:
+        with _reserving:
+            _left[device] = torch.zeros(RESERVE, dtype=torch.int32, device=device)
+            _reserves.append(_left[device])
+    known = _zeros.get((device, stream))
     if known is None or len(known) < count:
-        known = _zeros[key] = torch.zeros(count, dtype=torch.int32, device=device)
+        known = _zeros[device, stream] = torch.zeros(count, dtype=torch.int32, device=device)
     return known

@@ -46,6 +46,10 @@ def write(variant: Variant, path: Path) -> None:
         raise UnsupportedError(
             "an exported file takes no fp8 inputs yet; `flashgen show --source` prints the kernel with its launch."
         )
+    if variant.spec.op == "decode":
+        raise UnsupportedError(
+            "an exported file takes no cache yet; `flashgen show --source` prints the kernel with its launch."
+        )
     missing = [name for name in variant.spec.features if name not in EXPORTED]
     if missing:
         raise UnsupportedError(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from flashgen.families.family import Family, Tile
 from flashgen.families.modified import derived as of_features
-from flashgen.families.triton_fwd import capability_rule, plain_products
+from flashgen.families.triton_fwd import capability_rule, plain_products, uses_wgmma
 from flashgen.hardware import Gpu
 from flashgen.problem import Problem, next_power_of_2
 from flashgen.space import Config, Rule
@@ -26,24 +26,26 @@ CHOICES = {
 }
 
 
-def _bytes(spec: Spec, config: Config) -> int:
-    """Of one block of keys and values, as they are copied."""
-    return config["block_kv"] * (spec.block_d + spec.block_dv) * KV_DTYPES[spec.kv_dtype].itemsize
-
-
 def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
     """(low, high) bytes of shared memory of the compiled kernel, for as many rows as block_q allows.
 
-    Keys and values in as many buffers as the pipeliner keeps; Q, P and what changes its layout on top, or not.
+    Fitted to compiled kernels: as `triton_fwd`'s; caches of 8 bits pass through it once more in q's type. What a split
+    leaves changes its layout there too, when keys and values need no more room.
     """
-    q = config["block_q"] * max(spec.block_d, spec.block_dv) * max(spec.element_bytes, 2)
-    p = config["block_q"] * (config["block_kv"] + 1) * 4
-    stages = config["num_stages"]
-    wide = config["block_kv"] * (spec.block_d + spec.block_dv) * spec.element_bytes
-    high = stages * _bytes(spec, config) + 2 * q + 2 * p + wide + 4096
-    if gpu.backend == "hip" or plain_products(spec, gpu) or gpu.sm < 80:
-        return 0, high
-    return max(0, stages - 2) * _bytes(spec, config), high
+    element, stages = spec.element_bytes, config["num_stages"]
+    block_q, block_kv = config["block_q"], config["block_kv"]
+    q, p = block_q * spec.block_d * element, block_q * block_kv * element
+    kv = block_kv * (spec.block_d + spec.block_dv) * KV_DTYPES[spec.kv_dtype].itemsize
+    widened = 0 if spec.cache == "none" else block_kv * (spec.block_d + spec.block_dv) * element
+    left = block_q * (spec.block_dv + 4) * 4 + 8192
+    if gpu.backend == "hip" or plain_products(spec, gpu):
+        return 0, max(left, q + stages * kv + widened + block_q * (block_kv + 1) * 4 + 1024)
+    low = q + (stages - 1) * kv
+    if uses_wgmma(config, gpu):
+        if spec.cache == "none" and stages > 1:
+            low += kv
+        return low, max(left, low + kv + widened + p + 2048)
+    return low, max(left, low + widened + p + (kv if stages == 1 else 0))
 
 
 def _shared_memory_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
@@ -225,8 +227,15 @@ def _caching(spec: Spec) -> list[str]:
     return found
 
 
+def _cache_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    if spec.cache == "fp8" and (gpu.backend != "cuda" or gpu.sm < 89):
+        return f"{gpu.name} ({gpu.arch}) converts no float8_e4m3fn; use int8 caches or a GPU of sm_89 or newer"
+    return None
+
+
 RULES = (
     Rule("capability", capability_rule),
+    Rule("cache", _cache_rule),
     Rule("stages", _stages_rule),
     Rule("warps", _warps_rule),
     Rule("registers", _accumulator_rule),
