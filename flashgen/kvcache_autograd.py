@@ -76,10 +76,11 @@ def run(call: Call, tensors: list[Tensor]) -> tuple[Tensor, Tensor | None]:
     """One of the operators, or what it does where nobody needs to see one; `tensors` are those of the call."""
     cache, options = call.cache, call.options
     if isinstance(call.q, Tensor) and is_direct(*tensors):
+        found = attend(call)
         if cache.new_k is not None:
             # As torch counts what its operators write to.
             torch.autograd.graph.increment_version((cache.k, cache.v))
-        return attend(call)
+        return found
     if not torch.compiler.is_compiling():
         # What an operator would say of misfits is less clear.
         judged(call)

@@ -372,6 +372,7 @@ def test_the_other_device() -> None:
 
 @pytest.mark.parametrize("page_size", [16, 24])
 def test_a_model_says_the_same_as_with_eager_attention(page_size: int) -> None:
+    pytest.importorskip("transformers", reason="needs Transformers")
     from paged_llama import decoded_eagerly, decoded_in_pages, model, prompts
 
     sequences = prompts(50, 1, 37)
@@ -380,6 +381,7 @@ def test_a_model_says_the_same_as_with_eager_attention(page_size: int) -> None:
 
 
 def test_a_model_in_16_bits_is_as_near_as_with_eager_attention() -> None:
+    pytest.importorskip("transformers", reason="needs Transformers")
     from paged_llama import logits_in_pages, model, prompts
 
     (sequence,) = prompts(200)
