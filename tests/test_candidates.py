@@ -10,11 +10,11 @@ import pytest
 from variants import variant
 
 from flashgen.benchmark import Measurement
-from flashgen.candidates import Candidate, Ranking, entry_of, from_plain, rank, to_plain
+from flashgen.candidates import Candidate, Ranking, entry_of, from_plain, rank, rank_all, to_plain
 from flashgen.check import Accuracy
 from flashgen.problem import Bucket, Problem
 from flashgen.records import Accuracy as StoredAccuracy
-from flashgen.records import Timing, Versions
+from flashgen.records import Entry, Timing, Versions
 from flashgen.resources import Resources
 from flashgen.space import Rejection
 from flashgen.spec import Spec
@@ -143,6 +143,37 @@ def test_a_measurement_as_it_is_stored() -> None:
     assert entry.time == Timing(100.0, 0.13, 321)
     assert entry.accuracy == StoredAccuracy(0.001, 0.002)
     assert entry.versions.driver == "580.1"
+
+
+# One bucket of two batches, and another.
+BATCHES = tuple(Problem(batch, 16, 4, 1, seq_kv) for batch, seq_kv in ((1, 4096), (64, 4000), (1, 8192)))
+
+
+def _served(*us: float, spread: float = 0.1, shared: int = 32768) -> Candidate:
+    times = tuple(Measurement(each, spread, 100, each + 4.0) for each in us)
+    return replace(_measured(1.0, 0.1, shared=shared), times=times, predicted=us)
+
+
+def test_problems_of_one_bucket_have_one_winner() -> None:
+    """The one whose times have the smallest product; it is stored with that of the largest problem."""
+    small, large, both = _served(10.0, 300.0, 9.0), _served(20.0, 100.0, 9.9), _served(12.0, 120.0, 20.0)
+    first, second = rank_all(BATCHES, [small, large, both], None)
+    assert first.problems == {0: BATCHES[0], 1: BATCHES[1]} and second.problems == {2: BATCHES[2]}
+    assert first.best == (both, large, small) and second.best == (small, large, both)
+    entry = entry_of(first, "measured", replace(VERSIONS, driver="580.1"))
+    assert entry.bucket == Bucket(1, 4096) and entry.problem == BATCHES[1]
+    assert entry.time == Timing(120.0, 0.1, 100, eager_us=124.0)
+    assert Entry.from_plain(entry.to_plain()) == entry
+
+
+def test_noise_of_several_problems() -> None:
+    """5 % more on one of two problems are 2.5 % in the mean, of which the spreads explain as much as of one."""
+    lighter = _served(105.0, 100.0, shared=16384)
+    problems = {0: BATCHES[0], 1: BATCHES[1]}
+    assert rank(problems, [_served(100.0, 100.0), lighter], None).best[1] is lighter
+    noisy = [_served(100.0, 100.0, spread=9.0), replace(lighter, times=_served(105.0, 100.0, spread=9.0).times)]
+    ranking = rank(problems, noisy, None)
+    assert ranking.tie and ranking.best[0] is noisy[1]
 
 
 def test_both_causal_alignments_are_stored_as_one() -> None:
