@@ -1,4 +1,4 @@
-"""`--op decode` on the command line: which sizes are compared and tuned, what is printed and stored, what is refused."""
+"""`--op decode` on the command line: what is compared and tuned, printed and stored, and what is refused."""
 
 from __future__ import annotations
 
