@@ -211,6 +211,20 @@ def test_caches_and_new_keys_of_any_strides(where: str) -> None:
     _assert_same(stored, whole)
 
 
+def test_values_may_be_columns_of_the_keys() -> None:
+    """As in multi-head latent attention: one key head for all, and what is appended is written once."""
+    keys = tokens((10, 40), 1, 12, seed=1)
+    whole = in_pages(keys, keys, 16, CAPACITY)
+    stored = whole.without((9, 39))
+    stored = stored._replace(v_cache=stored.k_cache[..., :WIDTH_V])
+    new = torch.stack([each[-1:] for each in keys])
+    q = random(2, 1, HEADS, 12, seed=1)
+    o, _ = _call(q, **stored.named, k=new, v=new[..., :WIDTH_V])
+    for index in range(2):
+        torch.testing.assert_close(o[index], expected(q[index], keys[index], keys[index][..., :WIDTH_V])[0])
+    torch.testing.assert_close(stored.k_cache, whole.k_cache, rtol=0, atol=0, equal_nan=True)
+
+
 DESCALES = ("none", "number", "one", "head", "batch", "token", "head and token")
 
 
