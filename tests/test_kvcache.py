@@ -557,9 +557,9 @@ def test_compiled_is_eager(kind: str, backend: str) -> None:
     assert torch.equal(mine.view(torch.uint8), both.view(torch.uint8)) == (kind == "stored")
 
 
-def test_compiled_once_for_any_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Sizes that are equal at first need not stay so.
-    monkeypatch.setattr(torch.fx.experimental._config, "use_duck_shape", False)
+# Sizes that are equal at first need not stay so.
+@torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+def test_compiled_once_for_any_sizes() -> None:
     example = _example()
 
     def call(q: Tensor, lengths: Tensor, table: Tensor, cu_seqlens_q: Tensor, longest: int) -> Any:
