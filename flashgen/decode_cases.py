@@ -40,14 +40,15 @@ class DecodeCase:
     strided: bool = False
 
 
-# Lengths of nothing, of one key, ragged ones and full ones; groups that fill no power of two.
+# Lengths of nothing, of one key, ragged ones and full ones; groups that fill no power of two; pages of more and of
+# fewer keys than a block, and of a size of their own. A variant is compiled for each size of pages.
 DECODE_CASES = (
     DecodeCase("lengths", Problem(5, 4, 2, 1, 1024), (0, 1, 63, 700, 1023), page_size=64),
     DecodeCase("group of 7", Problem(3, 14, 2, 1, 800), (799, 0, 130), page_size=100, num_splits=7),
     DecodeCase("five rows", Problem(3, 9, 3, 5, 640), (3, 250, 635), page_size=16, num_splits=3, strided=True),
-    DecodeCase("many rows", Problem(2, 8, 2, 70, 600), (20, 530), (1, 70), page_size=256),
+    DecodeCase("many rows", Problem(2, 8, 2, 70, 600), (20, 530), (1, 70), page_size=64),
     DecodeCase("many splits", Problem(1, 4, 1, 2, 4096), (4000,), page_size=64, num_splits=32),
-    DecodeCase("large logits", Problem(2, 8, 8, 1, 512), (511, 100), page_size=32, magnitude=40.0),
+    DecodeCase("large logits", Problem(2, 8, 8, 1, 512), (511, 100), page_size=16, magnitude=40.0),
 )
 # Triton's interpreter takes its time.
 SMALL_DECODE_CASES = (

@@ -143,7 +143,7 @@ def _past_descriptors(bound: Any) -> Callable[[Described, int], list[Any]] | Non
 
 
 _zeros: dict[tuple[int, int], Tensor] = {}
-# Zeros for captured graphs, by device: what is left of the last of them; and all there were, which graphs still use.
+# Zeros for captured graphs, by device: what is left of the last of them; and all zeros that were made, which stay.
 RESERVE = 2**18
 _left: dict[int, Tensor] = {}
 _reserves: list[Tensor] = []
@@ -174,5 +174,7 @@ def zeros_of(device: int, stream: int, count: int) -> Tensor:
             _reserves.append(_left[device])
     known = _zeros.get((device, stream))
     if known is None or len(known) < count:
-        known = _zeros[device, stream] = torch.zeros(count, dtype=torch.int32, device=device)
+        # Twice as many each time, and kept: a graph may have been captured with those that an eager call was given.
+        known = _zeros[device, stream] = torch.zeros(1 << (count - 1).bit_length(), dtype=torch.int32, device=device)
+        _reserves.append(known)
     return known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,10 +11,11 @@ import torch
 from torch import Tensor
 
 from flashgen.descales import FP8
+from flashgen.descriptors import zeros_of
 from flashgen.errors import InputError
 from flashgen.families import Variant
 from flashgen.features import DESCALES, SERVED_LENGTHS
-from flashgen.launch import arguments_of, bind, laid_out, scratch_for, split_for
+from flashgen.launch import Split, arguments_of, bind, laid_out, split_for
 from flashgen.modifiers import Modifiers
 from flashgen.plans import select_and_bind, select_for
 from flashgen.problem import Problem
@@ -68,7 +68,7 @@ def make(call: Call) -> tuple[Plan, bool]:
     scratch = None
     if bound is not None:
         split = split_for(selection.variant, *views, num_splits=call.num_splits)
-        scratch = functools.partial(scratch_for, split, call.q.device) if split.splits > 1 else None
+        scratch = _scratch(split, call.q.device) if split.splits > 1 else None
     known: dict[str, Any] = {"scale": spec.head_dim**-0.5, "total_q": call.q.shape[0]}
     known |= zip(_shaping(spec), modifiers.arguments(spec.causal), strict=True)
     plan = Plan(
@@ -83,6 +83,20 @@ def make(call: Call) -> tuple[Plan, bool]:
         copies=any(one is not other for one, other in zip(copied.tensors, call.tensors, strict=True)),
     )
     return plan, keep
+
+
+def _scratch(split: Split, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
+    """As `flashgen.launch.scratch_for`, without making a torch.cuda.Stream."""
+    from triton.runtime import driver
+
+    index: int = device.index
+    current_stream: Callable[[int], int] = driver.active.get_current_stream
+
+    def scratch() -> tuple[Tensor, Tensor]:
+        workspace = torch.empty(split.workspace, dtype=torch.float32, device=device)
+        return workspace, zeros_of(index, current_stream(index), split.counters)
+
+    return scratch
 
 
 def selected(call: Call) -> Selection:

@@ -14,9 +14,9 @@ from torch import Tensor
 from flashgen import descriptors
 from flashgen.bound import Bound, Run, with_spare
 from flashgen.compile import Launch, compile_kernel, launches, module_of
-from flashgen.errors import UnsupportedError
+from flashgen.errors import InputError, UnsupportedError
 from flashgen.families import Variant
-from flashgen.families.triton_decode import planned
+from flashgen.families.serving import MAX_SPLITS, planned
 from flashgen.features import DESCALES
 from flashgen.hardware import gpu_of
 from flashgen.spec import Spec
@@ -200,16 +200,17 @@ class Split(NamedTuple):
 
 
 def split_for(variant: Variant, *tensors: Tensor, num_splits: int | None = None, multiprocessors: int = 0) -> Split:
-    """How a decode of these tensors is split: so that its programs fill a GPU, or as the caller says.
+    """How a decode of `laid_out` tensors is split: as the caller says, or so that its programs fill their GPU, or one
+    of so many multiprocessors.
 
-    Args:
-        tensors: `laid_out` of the variant's spec.
-        num_splits: the caller's.
-        multiprocessors: of the GPU; where they are not given, of that of the tensors.
+    Raises:
+        InputError: more splits than the kernel has room for, or none.
     """
     module = module_of(variant)
     named = dict(zip(laid_out(variant.spec), tensors, strict=True))
     sized = [named[name] for name in ("q", "k", "block_table") if name in named]
+    if num_splits is not None and (type(num_splits) is not int or not 1 <= num_splits <= MAX_SPLITS):
+        raise InputError(f"num_splits must be from 1 to {MAX_SPLITS}, or None, but got {num_splits!r}.")
     if num_splits is None:
         num_splits = module.split_count(*sized, multiprocessors or gpu_of(tensors[0].device.index).num_sms)
     return Split(num_splits, *module.workspace_size(*sized, num_splits))

@@ -55,7 +55,7 @@ def through(interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch) -> Callab
         return SimpleNamespace(variant=variant), None if nothing else bound, False
 
     monkeypatch.setattr(kvcache_plans, "select_and_bind", select_and_bind)
-    monkeypatch.setattr(kvcache_plans, "scratch_for", lambda *_: (None, None))
+    monkeypatch.setattr(kvcache_plans, "_scratch", lambda *_: None)
     return kvcache.attend_on_gpu
 
 

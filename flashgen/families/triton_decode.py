@@ -5,10 +5,10 @@ Memory is all that such a call waits for: a block of rows is small, and what cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flashgen.families.family import Family, Tile
-from flashgen.families.modified import derived as of_features
+from flashgen.families.serving import derived
 from flashgen.families.triton_fwd import capability_rule, plain_products, uses_wgmma
 from flashgen.hardware import Gpu
 from flashgen.problem import Problem, next_power_of_2
@@ -18,7 +18,7 @@ from flashgen.spec import KV_DTYPES, Spec
 CHOICES = {
     # Rows at most: a call with fewer has blocks of as many as it has, 16 at least.
     "block_q": (16, 32, 64, 128),
-    "block_kv": (32, 64, 128, 256),
+    "block_kv": (16, 32, 64, 128, 256),
     "num_warps": (2, 4, 8),
     "num_stages": (1, 2, 3, 4, 5),
     # How many programs of a multiprocessor the keys are split for.
@@ -39,7 +39,10 @@ def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
     widened = 0 if spec.cache == "none" else block_kv * (spec.block_d + spec.block_dv) * element
     left = block_q * (spec.block_dv + 4) * 4 + 8192
     if gpu.backend == "hip" or plain_products(spec, gpu):
-        return 0, max(left, q + stages * kv + widened + block_q * (block_kv + 1) * 4 + 1024)
+        # Where nothing is pipelined, V takes the place of K.
+        turns = block_kv * max(spec.block_d, spec.block_dv) * element
+        held = turns if stages == 1 else stages * kv + widened
+        return 0, max(left, q + held + block_q * (block_kv + 1) * 4 + 1024)
     low = q + (stages - 1) * kv
     if uses_wgmma(config, gpu):
         if spec.cache == "none" and stages > 1:
@@ -60,7 +63,7 @@ def _stages_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
     if gpu.backend == "cuda" and gpu.sm < 80:
         if stages > 2:
             return f"{gpu.arch} has no asynchronous copies, so num_stages={stages} cannot pipeline; use 1 or 2"
-    elif stages == 1 and not plain_products(spec, gpu):
+    elif stages == 1 and gpu.backend == "cuda" and not plain_products(spec, gpu):
         return "num_stages=1 has no copy under way while it computes, and copies are all that takes time"
     return None
 
@@ -74,21 +77,40 @@ def _accumulator_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
 
 
 def _warps_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    """Of wide heads the warps share the columns of the output; plain products need their registers."""
+    if spec.wide or plain_products(spec, gpu):
+        return None
     if config["num_warps"] == 8 and config["block_kv"] < 64 and config["block_q"] < 128:
         return f"num_warps=8 leaves fewer than 8 of the {config['block_kv']} keys of block_kv to a warp"
     return None
 
 
+def _small_tile_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
+    """Little is on its way with few keys at a time."""
+    larger = Config(**{**config, "block_kv": 32})
+    if config["block_kv"] == 16 and shared_memory(spec, larger, gpu)[1] <= gpu.shared_per_block:
+        return "block_kv=16 copies fewer keys at a time than there is room for"
+    return None
+
+
 # (block_q, block_kv, num_warps, num_stages, blocks_per_sm), best first: what is sure to fit.
 _TILES = ((64, 64, 4, 4, 2), (64, 64, 4, 3, 2), (64, 32, 4, 3, 2), (32, 32, 4, 3, 2), (16, 32, 4, 3, 2))
-_WIDE_TILES = ((64, 32, 8, 3, 1), (32, 32, 8, 2, 1), (16, 32, 8, 2, 1))
-_PLAIN_TILES = ((16, 64, 4, 2, 2), (16, 32, 4, 2, 2), (16, 32, 4, 1, 2), (16, 32, 8, 1, 1))
+_WIDE_TILES = ((64, 32, 8, 3, 1), (32, 32, 8, 2, 1), (16, 32, 8, 2, 1), (16, 32, 8, 1, 1))
+# Of plain products operands live in registers too.
+_PLAIN_TILES = ((16, 64, 4, 2, 2), (16, 32, 4, 2, 2), (16, 32, 8, 2, 1), (16, 32, 8, 1, 1))
+_SMALL_TILES = ((16, 16, 4, 2, 1), (16, 16, 8, 1, 1), (16, 16, 4, 1, 1))
+
+
+def _tiles(spec: Spec, gpu: Gpu) -> tuple[tuple[int, ...], ...]:
+    if plain_products(spec, gpu):
+        width = spec.block_d + spec.block_dv
+        return (*_PLAIN_TILES[0 if width <= 128 else 1 if width <= 256 else 2 :], *_SMALL_TILES)
+    return (*(_WIDE_TILES if spec.wide else _TILES), *_SMALL_TILES)
 
 
 def default(spec: Spec, gpu: Gpu) -> Config:
     """The largest of a few tiles that obeys the rules and is sure to fit into shared memory."""
-    tiles = _PLAIN_TILES if plain_products(spec, gpu) else _WIDE_TILES if spec.wide else _TILES
-    for tile in tiles:
+    for tile in _tiles(spec, gpu):
         config = Config(**dict(zip(CHOICES, tile, strict=True)))
         fits = shared_memory(spec, config, gpu)[1] <= gpu.shared_per_block
         if fits and all(rule.broken(spec, config, gpu) is None for rule in RULES):
@@ -124,107 +146,8 @@ def pointless(config: Config, problems: Sequence[Problem]) -> str | None:
     return None
 
 
-# Programs that may share the keys of a row.
-MAX_SPLITS = 128
 # What serves calls with more rows than those that were tuned for.
 DEFAULT_BLOCK_Q = 64
-
-# For the docstring of `launch`.
-_DESCALES_DESCRIBED = {
-    "tensor": "descale_k, descale_v: numbers that k and v are multiplied by.",
-    "head": "descale_k, descale_v: fp32 [batch, kv_heads], multiply k and v; any strides.",
-    "token": "descale_k, descale_v: fp32, one for each token of a head: as k without its last dimension; any strides.",
-}
-_PAGED = (
-    "k [pages, kv_heads, page_size, {d}], v [pages, kv_heads, page_size, {dv}], block_table int32 [batch, pages of a",
-    "sequence]: key j of it is key j % page_size of page block_table[.., j // page_size].",
-)
-_CONTIGUOUS = ("k [batch, kv_heads, capacity, {d}], v [batch, kv_heads, capacity, {dv}].",)
-_LENGTHS = ("cache_seqlens int32 [batch], keys in the cache; the rows of q stand at the end of the keys.",)
-_APPENDED = (
-    "k_new [batch, kv_heads, new, {d}], v_new [batch, kv_heads, new, {dv}]: written behind the cache's keys, as far as",
-    "there is room, and seen as such.",
-)
-_VARLEN = (
-    "cu_seqlens_q: int32 [sequences + 1], cumulative; total_q: tokens that there are. q, o and what is new are views",
-    "in which as many sequences of the longest length start at the first token; lse [heads, total_q].",
-)
-
-
-def planned(spec: Spec) -> tuple[str, ...]:
-    """What a kernel is bound to the layout of, as `plan` takes it."""
-    return ("q", "k", "v", "o", *(name for name, _ in _strided(spec)))
-
-
-def _strided(spec: Spec) -> list[tuple[str, str]]:
-    """What beside q, k, v and o has strides, and for which dimensions."""
-    of_descales = {"tensor": "", "head": "bh", "token": "bhs"}[spec.descale]
-    found = [("k_new", "bhs"), ("v_new", "bhs")] * spec.appended + [("block_table", "b")] * spec.paged
-    found += [("descale_k", of_descales), ("descale_v", of_descales)] * bool(of_descales)
-    return found + [("alibi_slopes", "bh")] * spec.alibi
-
-
-def _stride(name: str, axis: str) -> str:
-    """Its name in the kernel; of those that begin with `stride_` the compiler knows what aligned rows imply."""
-    if name.endswith("_new"):
-        return f"stride_{name}{axis}"
-    return f"{name.removeprefix('block_').removesuffix('_slopes')}_stride_{axis}"
-
-
-def derived(spec: Spec) -> Mapping[str, object]:
-    """What the template names: as `flashgen.families.modified.derived`, and what has to do with the cache.
-
-    `caching`: what the loop over keys takes for it; `finishing`: what the function that writes a row's results takes.
-    `numbers`: sizes beyond the usual ones, `numbers_given` how `plan`
-    finds them. `planned`: what `plan` takes; `strided_sizes`: of which of them it passes how many strides. `sized`:
-    what says how large a call is, `capacity` how many keys a sequence may have.
-    """
-    named = of_features(spec.plain_of_cache)
-    descales = ["descale_k", "descale_v"] if spec.cache != "none" else []
-    table, new = ["block_table"] if spec.paged else [], ["k_new", "v_new"] if spec.appended else []
-    lines = [*(_PAGED if spec.paged else _CONTIGUOUS), *_LENGTHS, *(_APPENDED if spec.appended else ())]
-    described = [line.format(d=spec.head_dim, dv=spec.head_dim_v) for line in lines]
-    described += [_DESCALES_DESCRIBED[spec.descale]] if descales else []
-    scaling = [f"{name}: tl.float32" if spec.descale == "tensor" else name.upper() for name in descales]
-    pointers = ["CACHE_SEQLENS", *(name.upper() for name in (*table, *new)), *scaling]
-    new_count = spec.appended and not spec.varlen
-    return {
-        **named,
-        "pointers": pointers + _listed(named["pointers"]) + (["CU_SEQLENS_Q", "total_q: tl.int32"] * spec.varlen),
-        "strides": [f"{_stride(name, axis)}: tl.int64" for name, axes in _strided(spec) for axis in axes],
-        "modifiers": ["cache_seqlens", *table, *new, *spec.modifiers],
-        "described": described + _listed(named["described"]) + (list(_VARLEN) * spec.varlen),
-        "caching": _caching(spec),
-        "finishing": ["O_head", "stride_oh", "stride_os", "LSE", "lse_place", "group", "seq_q", "scale"]
-        + ["total_q"] * spec.varlen
-        + ["SINKS_head"] * spec.sinks
-        + ["descale_v"] * (spec.cache != "none" and spec.descale != "token"),
-        "max_splits": MAX_SPLITS,
-        "numbers": ["pages: tl.int32"] * spec.paged + ["new: tl.int32"] * new_count,
-        "numbers_given": ["k.shape[0]"] * spec.paged + ["k_new.shape[2]"] * new_count,
-        "planned": list(planned(spec)),
-        "strided_sizes": [(name, len(axes)) for name, axes in _strided(spec)],
-        "sized": ["q", "k", *table],
-        "capacity": "block_table.shape[1] * k.shape[2]" if spec.paged else "k.shape[2]",
-    }
-
-
-def _listed(names: object) -> list[str]:
-    assert isinstance(names, list)
-    return names
-
-
-def _caching(spec: Spec) -> list[str]:
-    found = ["TABLE_row", "pages", "stride_kb", "stride_vb"] if spec.paged else []
-    if spec.appended:
-        found += ["K_NEW_head", "stride_k_news", "V_NEW_head", "stride_v_news", "stored"]
-    if spec.cache != "none" and spec.descale != "token":
-        found += ["descale_k"]
-    if spec.descale == "token":
-        places = ("b", "s") if spec.paged else ("s",)
-        for name in ("k", "v"):
-            found += [f"DESCALE_{name.upper()}_head", *(f"descale_{name}_stride_{axis}" for axis in places)]
-    return found
 
 
 def _cache_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
@@ -238,6 +161,7 @@ RULES = (
     Rule("cache", _cache_rule),
     Rule("stages", _stages_rule),
     Rule("warps", _warps_rule),
+    Rule("small tile", _small_tile_rule),
     Rule("registers", _accumulator_rule),
     Rule("shared memory", _shared_memory_rule),
 )

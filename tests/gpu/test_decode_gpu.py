@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashgen.check import Accuracy
 from flashgen.check_decode import check_decode
+from flashgen.compile import compile_resources
 from flashgen.decode_cases import DECODE_CASES, DecodeCase
 from flashgen.decode_inputs import served_inputs
 from flashgen.evaluate import evaluate
@@ -46,14 +47,15 @@ def _assert_accurate(variant: Variant, cases: tuple[DecodeCase, ...] = DECODE_CA
 
 
 @every_family
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("causal", ["none", "bottom_right"])
 @pytest.mark.parametrize(
-    ("dtype", "widths"),
+    ("dtype", "widths", "causal", "paged"),
     [
-        *itertools.product(["bf16"], [(64, 64), (128, 128), (256, 256), (96, 96), (72, 40), (192, 128), (1, 5)]),
-        *itertools.product(["fp16", "fp32"], [(64, 64), (128, 128), (72, 40)]),
-        *itertools.product(["bf16", "fp32"], [(576, 512), (320, 288)]),
+        *itertools.product(
+            ["bf16"], [(64, 64), (128, 128), (256, 256), (72, 40)], ["none", "bottom_right"], [False, True]
+        ),
+        *itertools.product(["bf16"], [(96, 96), (192, 128), (1, 5), (576, 512), (320, 288)], ["bottom_right"], [True]),
+        *itertools.product(["fp16", "fp32"], [(128, 128), (72, 40)], ["bottom_right"], [True]),
+        ("fp32", (576, 512), "bottom_right", False),
     ],
     ids=str,
 )
@@ -65,9 +67,10 @@ def test_every_spec_agrees_with_float64(
 
 
 @every_family
-@pytest.mark.parametrize("where", [{}, {"paged": True, "appended": True}, {"varlen": True, "paged": True}], ids=str)
-@pytest.mark.parametrize("causal", ["none", "bottom_right"])
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("where", [{}, {"paged": True, "appended": True, "varlen": True}], ids=str)
+@pytest.mark.parametrize(
+    ("features", "causal"), [*itertools.product(FEATURES, ["bottom_right"]), ("window", "none"), ("all", "none")]
+)
 def test_every_feature(family: Family, features: str, causal: str, where: dict[str, Any]) -> None:
     spec = Spec("decode", dtype="bf16", causal=causal, **FEATURES[features], **where)  # type: ignore[arg-type]
     _assert_accurate(_variant(family, spec))
@@ -88,15 +91,16 @@ def test_new_keys(family: Family, widths: tuple[int, int], paged: bool, varlen: 
 @pytest.mark.parametrize("where", [{}, {"paged": True}, {"paged": True, "appended": True}], ids=str)
 @pytest.mark.parametrize("descale", ["tensor", "head", "token"])
 @pytest.mark.parametrize("cache", ["fp8", "int8"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_caches_of_8_bits(family: Family, dtype: str, cache: str, descale: str, where: dict[str, Any]) -> None:
+def test_caches_of_8_bits(family: Family, cache: str, descale: str, where: dict[str, Any]) -> None:
+    dtype = "fp16" if descale == "head" else "bf16"
     fields: dict[str, Any] = {"dtype": dtype, "causal": "bottom_right", "cache": cache, "descale": descale, **where}
     _assert_accurate(_variant(family, Spec("decode", **fields)))
 
 
 @every_family
-@pytest.mark.parametrize("page_size", [None, *PAGE_SIZES])
-@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize(
+    ("group", "page_size"), [*itertools.product([4], [None, *PAGE_SIZES]), *itertools.product([1, 3, 7, 8], [64])]
+)
 def test_every_group_length_and_split(family: Family, group: int, page_size: int | None) -> None:
     spec = Spec("decode", dtype="bf16", causal="bottom_right", paged=page_size is not None, appended=True)
     capacity = 700
@@ -114,15 +118,14 @@ def test_every_group_length_and_split(family: Family, group: int, page_size: int
 
 
 @every_family
-def test_configs_of_the_space(family: Family) -> None:
-    spec = Spec("decode", dtype="bf16", causal="bottom_right", paged=True, appended=True)
-    usable = family.space(spec, current_gpu()).usable
-    for config in random.Random(0).sample(usable, 24):
-        variant = Variant(family, spec, config)
-        try:
-            _assert_accurate(variant, DECODE_CASES[:4])
-        except Exception as error:
-            assert "OutOfResources" in type(error).__name__, (variant.slug, error)
+@pytest.mark.parametrize("seed", range(12))
+def test_configs_of_the_space(family: Family, seed: int) -> None:
+    spec = Spec("decode", dtype="bf16", causal="bottom_right", appended=True)
+    variant = Variant(family, spec, random.Random(seed).choice(family.space(spec, current_gpu()).usable))
+    used = max(each.shared for each in compile_resources(variant, current_gpu()))
+    if used > current_gpu().shared_per_block:
+        pytest.skip(f"{variant.slug} needs {used} bytes of shared memory")
+    _assert_accurate(variant, DECODE_CASES[:4])
 
 
 @every_family
