@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from command_line import Ended, run
 from entries import H200
 
@@ -148,38 +146,24 @@ def test_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [(each.batch, each.seq_kv) for each in request.problems]
     assert sizes == [(batch, keys) for keys in (4096, 32768, 131072) for batch in (1, 16, 64)]
     assert {(each.heads, each.kv_heads, each.seq_q, each.page_size) for each in request.problems} == {(32, 8, 1, 0)}
-    said = (
-        "--batch",
-        "5",
-        "--seq-kv",
-        "700",
-        "--seq-q",
-        "3",
-        "--heads",
-        "6/2",
-        "--page-size",
-        "100",
-        "--cache",
-        "int8",
-    )
-    (request,) = _requests(monkeypatch, *said, "--with", "window,sinks", "--causal", "false")
+    said = ("--batch", "5", "--seq-kv", "700", "--seq-q", "3,4", "--heads", "6/2", "--page-size", "100")
+    more = ("--cache", "int8", "--with", "window,sinks", "--causal", "false")
+    (request,) = _requests(monkeypatch, *said, *more)
     shaping = {"window": True, "sinks": True}
     assert request.spec == Spec("decode", 16, 16, "fp16", "none", paged=True, cache="int8", **shaping)  # type: ignore[arg-type]
-    assert request.problems == (Problem(5, 6, 2, 3, 700, 100),)
+    assert request.problems == (Problem(5, 6, 2, 3, 700, 100), Problem(5, 6, 2, 4, 700, 100))
 
 
-def test_caches_that_no_memory_holds_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_caches_that_no_memory_holds_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     spec = Spec("decode", 128, 128, "bf16", "bottom_right")
     # 0.5, 4, 16 and 64 GiB; what is smaller than a GiB takes one, for the copies that are read in turns.
     problems = [Problem(batch, 8, 8, 1, 32768) for batch in (4, 32, 128, 512)]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=40 * 2**30))
-    assert tune._that_fit(spec, problems, "measured") == tuple(problems[:3])
+    gpu = replace(H200, memory_bytes=40 * 2**30)
+    assert tune._that_fit(spec, problems, gpu) == tuple(problems[:3])
     assert "Left out, for the GPU's memory: batch 512 with 32768 keys." in capsys.readouterr().err
-    assert tune._that_fit(spec, problems, "estimated") == tuple(problems)
+    assert tune._that_fit(spec, problems, H200) == tuple(problems)
     with pytest.raises(InputError, match="smaller --batch or --seq-kv"):
-        tune._that_fit(spec, problems[3:], "measured")
+        tune._that_fit(spec, problems[3:], gpu)
 
 
 def test_tune_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,7 +150,7 @@ def test_fp8_caches_need_a_gpu_that_knows_them() -> None:
 
 
 def _views(problem: Problem, spec: Spec, page_size: int = 64) -> list[Tensor]:
-    given = served_inputs(spec, problem, "cpu", page_size)
+    given = served_inputs(spec, replace(problem, page_size=page_size), "cpu")
     return [given[name] for name in laid_out(spec)]
 
 

@@ -119,7 +119,7 @@ causal_option = click.option(
 )
 OF_DECODE = ("batch", "seq_q", "seq_kv", "page_size", "cache")
 batch_option = click.option("--batch", type=IntegerList(), help="Of a decode: numbers of sequences.")
-seq_q_option = click.option("--seq-q", type=click.IntRange(min=1), help="Of a decode: new tokens; default: 1.")
+seq_q_option = click.option("--seq-q", type=IntegerList(), help="Of a decode: new tokens of each; default: 1.")
 seq_kv_option = click.option("--seq-kv", type=IntegerList(), help="Of a decode: keys of each sequence.")
 cache_option = click.option(
     "--cache", type=click.Choice(get_args(Cache)), default="none", help="Of a decode: type of the cache; none: q's."
@@ -195,7 +195,8 @@ def decode_problems(given: Mapping[str, Any], batches: tuple[int, ...], lengths:
     """Every batch with every length that the options name, or these; heads are 32 and of the keys 8."""
     heads, kv_heads = given["heads"] or (32, 8)
     return [
-        Problem(batch, heads, kv_heads, given["seq_q"] or 1, seq_kv, given["page_size"] or 0)
+        Problem(batch, heads, kv_heads, seq_q, seq_kv, given["page_size"] or 0)
+        for seq_q in given["seq_q"] or (1,)
         for seq_kv in given["seq_kv"] or lengths
         for batch in given["batch"] or batches
     ]

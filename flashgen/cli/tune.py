@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import time
 from collections import Counter
@@ -87,7 +86,7 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
     problems = tuple(options.problem_from(length, given["heads"], given["head_dim"]) for length in seq)
     if given["op"] == "decode":
         specs = [replace(spec, paged=given["page_size"] is not None, cache=given["cache"]) for spec in specs]
-        problems = _that_fit(specs[0], options.decode_problems(given, BATCHES, LENGTHS), method)
+        problems = _that_fit(specs[0], options.decode_problems(given, BATCHES, LENGTHS), target)
     budget = given["budget"] or DEFAULT_BUDGET_S[method]
     requests = [
         Request(
@@ -128,9 +127,9 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
         click.echo(f"Nothing ran: {target.name} is not in this machine. Tune there to replace the estimates.", err=True)
 
 
-def _that_fit(spec: Spec, problems: list[Problem], method: Method) -> tuple[Problem, ...]:
+def _that_fit(spec: Spec, problems: list[Problem], gpu: Gpu) -> tuple[Problem, ...]:
     """Of a decode: those whose caches find room in the GPU's memory beside each other, small ones first."""
-    room = torch.cuda.get_device_properties(0).total_memory * 0.8 if method == "measured" else math.inf
+    room = 0.8 * gpu.memory_bytes
     sizes = {each: max(kv_bytes(spec, each), ROTATED_BYTES) for each in problems}
     kept: list[Problem] = []
     for each in sorted(problems, key=sizes.__getitem__):
