@@ -153,6 +153,11 @@ class Spec:
         return tuple(name for name in FEATURES if getattr(self, name) not in (False, "none"))
 
     @property
+    def serving(self) -> tuple[str, ...]:
+        """Which of SERVING it has."""
+        return tuple(name for name in SERVING if getattr(self, name) not in (False, "none"))
+
+    @property
     def modifiers(self) -> tuple[str, ...]:
         """The names of what its kernels take for its features, as flashgen.modifiers.Modifiers.arguments gives them."""
         scaling = DESCALES if self.dtype == "fp8" else () if self.cache == "none" else DESCALES[1:]
@@ -220,8 +225,7 @@ class Spec:
             value = getattr(self.named, name)
             own = name != "bias" or value != self.dtype
             parts.append(f"{name}_{value.removeprefix('#')}" if isinstance(value, str) and own else name)
-        parts += [name for name in SERVING[:2] if getattr(self, name)]
-        parts += [f"cache_{self.cache}"] if self.cache != "none" else []
+        parts += [f"cache_{self.cache}" if name == "cache" else name for name in self.serving]
         return "_".join(parts)
 
     @property
