@@ -31,6 +31,7 @@ from flashgen.problem import Problem
 from flashgen.reference import plain_attention, rounded_to_e4m3, summed_in_14_bits
 from flashgen.resources import resources_of
 from flashgen.select import Selection, select
+from flashgen.space import Config
 from flashgen.spec import Causal, Descale, Spec
 from flashgen.tensors import with_features
 
@@ -305,6 +306,7 @@ def _variants() -> list[tuple[Variant, Gpu]]:
     causal: Causal = "bottom_right"
     specs = [
         (Spec(head_dim=64, head_dim_v=64, dtype="fp8"), L4),
+        (Spec(head_dim=8, head_dim_v=8, dtype="fp8", descale="block"), H100),
         (Spec(dtype="fp8", causal=causal, descale="block"), H100),
         (Spec(head_dim=256, head_dim_v=256, dtype="fp8", descale="head"), H100),
         (Spec(head_dim=80, head_dim_v=48, dtype="fp8", causal=causal, softcap=True, sinks=True, descale="block"), H100),
@@ -356,8 +358,25 @@ def test_fp8_is_tuned_apart() -> None:
 
 
 def test_sums_of_14_bits_are_cut_off() -> None:
-    scores = torch.tensor([[1.0, -0.99999, 3.00037, 2.0**-14], [0.0, 0.0, 0.0, 0.0]])
-    # Of the largest, below 4, the unit is 2**-12.
-    expected = torch.tensor([[1.0, -4095 / 4096, 3.0 + 1 / 4096, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    assert torch.equal(summed_in_14_bits(scores), expected)
-    assert summed_in_14_bits(scores[:, :0]).shape == (2, 0)
+    one = torch.ones(1, 3)
+    # Exponents are those of the factors: 0 and -13 and -14 of the first. What is cut off is cut off towards zero.
+    columns = torch.tensor([[1.0, -1.0, 1.0], [2.0**-13, -(2.0**-13), 0.0], [2.0**-14, -(2.0**-14), 2.0**-14]])
+    expected = torch.tensor([[1.0 + 2.0**-13, -1.0 - 2.0**-13, 1.0]])
+    assert torch.equal(summed_in_14_bits(one, columns), expected)
+    # 1.5 * 1.5 has the exponent of 1 * 1.
+    rows, columns = torch.tensor([[1.5, 2.0**-13]]), torch.tensor([[1.5], [1.0]])
+    assert summed_in_14_bits(rows, columns).item() == 2.25 + 2.0**-13
+    # Another 32 products start from what is left of the sum.
+    long = torch.zeros(1, 40)
+    long[0, 0], long[0, 39] = 1.0, 2.0**-14
+    assert summed_in_14_bits(long, torch.ones(40, 1)).item() == 1.0
+    assert summed_in_14_bits(one, columns.new_zeros(3, 0)).shape == (1, 0)
+
+
+def test_narrow_heads_fill_a_product() -> None:
+    spec = Spec(head_dim=8, head_dim_v=8, dtype="fp8")
+    assert spec.parts == ((0, 32),) and spec.parts_v == ((0, 16),)
+    family = FAMILIES["triton_fwd"]
+    few = Config(**{**family.default(spec, H100), "block_kv": 16})
+    rejection = family.refuses(spec, few, H100)
+    assert rejection is not None and "the 32 products of fp8" in rejection.reason
