@@ -123,6 +123,8 @@ def derived(spec: Spec) -> Mapping[str, object]:
         **_expressions(spec),
         # Not all blocks that any row sees are seen whole up to one place.
         "edged": spec.window or spec.segments or spec.mask_mod != "none",
+        # Where they start and end is looked up.
+        "searched": spec.segments or spec.mask_mod != "none",
         "ranged": spec.causal != "none" or spec.window,
         # Scores of what is seen may be -inf.
         "guarding": (spec.bias != "none" or spec.score_mod != "none") and not spec.mask,
