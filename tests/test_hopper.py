@@ -174,12 +174,13 @@ def test_golden_file_compiles(which: int, workers: Workers) -> None:
     resident, threads = golden.config["resident"], 128 * (golden.config["consumers"] + 1)
     assert resident * (used.shared + 1024) <= H200.shared_per_sm
     assert resident * used.registers * threads <= H200.registers_per_sm
-    # Between tiles some values wait in memory: of three consumers, which have 160 registers; 24 bytes with Triton 3.9.
+    # Between tiles some values wait in memory: of three consumers, which have 160 registers; 24 bytes with Triton 3.9,
+    # of fp8 with each.
     newest = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
-    assert used.stack <= (128 if golden.config["consumers"] == 3 else 24 if newest else 0)
+    fp8 = golden.spec.dtype == "fp8"
+    assert used.stack <= (128 if golden.config["consumers"] == 3 else 24 if newest or fp8 else 0)
     # What was measured to lose: spills, products that ptxas serialises, P that LLVM carries as single values.
     loop = used.loop
-    fp8 = golden.spec.dtype == "fp8"
     assert loop["wgmma"] == (golden.spec.block_d + golden.config["block_kv"]) // (32 if fp8 else 16)
     scores = 64 * golden.config["block_kv"] // 128
     assert loop["exp2"] == scores + 2 and loop.get("spill", 0) == loop.get("permute", 0) == 0

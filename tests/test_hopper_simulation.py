@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
+import gluon_simulator
 import numpy as np
 import pytest
 import torch
 from gluon_simulator import Fault, simulate
 from variants import hopper
 
-from flashgen.descales import BLOCK, dequantised
+from flashgen.cases import CASES
+from flashgen.check import Accuracy, check
+from flashgen.descales import BLOCK, FP8, dequantised
 from flashgen.families import Variant
 from flashgen.families.hopper_fwd import _combination_broken
 from flashgen.hardware import Gpu
@@ -163,6 +167,31 @@ def test_long_blocks_of_keys_in_fp8(descale: Descale) -> None:
         assert _wrong(variant, text, chance, Problem(2, 6, 2, seq_q, seq_kv)) is None
 
 
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("descale", DESCALES)
+def test_p_is_rounded_within_the_accept_rule(descale: Descale, causal: Causal, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = _fp8(causal, descale, 2, 128, 2, 1, 0, 1, 0, pack=1)
+    text, packed = render(variant), gluon_simulator._packed
+    largest = [0.0]
+
+    def rounded(values: list[Any]) -> Any:
+        largest.append(max(float(each.max()) for each in values))
+        return packed([torch.from_numpy(np.asarray(each)).to(FP8).float().numpy() for each in values])
+
+    def launch(*given: Any) -> None:
+        q, k, v, o, lse, *descales, scale = given
+        operands = [each.float().numpy() for each in (q, k, v)]
+        numbers = [each if isinstance(each, float) else each.contiguous().numpy() for each in descales]
+        found = simulate(text, operands, scale, 132, random.Random(0), causal != "none", numbers)
+        for result, values in zip((o, lse), found, strict=True):
+            result.copy_(torch.from_numpy(values))
+
+    monkeypatch.setattr(gluon_simulator, "_packed", rounded)
+    assert isinstance(check(launch, variant.spec, "cpu", CASES[:5]), Accuracy)
+    # It uses e4m3's range, which ends at 448.
+    assert 64 < max(largest) <= 256
+
+
 AHEAD, ALONE, REUSING = (2, 64, 2, 1, 1, 0, 0), (2, 64, 2, 1, 0, 0, 0), (2, 64, 2, 1, 0, 0, 1)
 # The producer can be two tiles ahead where a third stage lets it.
 FAR_AHEAD = (2, 64, 3, 2, 1, 0, 0)
@@ -292,6 +321,44 @@ def test_seeded_bugs_are_caught(numbers: tuple[int, ...], right: str, wrong: str
 )
 def test_bugs_of_packed_tiles_are_caught(consumers: int, right: str, wrong: str) -> None:
     _assert_caught(_variant("bottom_right", consumers, 64, 2, 1, 0, 0, 0, pack=1), right, wrong)
+
+
+TURNING = (2, 64, 4, 1, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("descale", "numbers", "right", "wrong"),
+    [
+        pytest.param(
+            "tensor", TURNING, "mbarrier.wait(raw_full.index(step % 2), step // 2 & 1)", "pass", id="v not there"
+        ),
+        pytest.param(
+            "tensor", (2, 64, 2, 1, 0, 0, 0), "mbarrier.wait(v_empty.index(slot), step // STAGES & 1 ^ 1)", "pass",
+            id="v overwritten",
+        ),
+        pytest.param("tensor", TURNING, "fence_async_shared()\n    mbarrier.arrive", "mbarrier.arrive", id="no fence"),
+        pytest.param("tensor", TURNING, "(0, 2, 1, 3, 4)", "(0, 1, 2, 3, 4)", id="order of keys"),
+        pytest.param("tensor", TURNING, "value_1, value_3 = gl", "value_3, value_1 = gl", id="order of p"),
+        pytest.param(
+            "tensor", TURNING, "            if passed > 0:\n                turn_values", "            turn_values",
+            id="turned twice",
+        ),
+        pytest.param("tensor", TURNING, "acc * alpha + product", "acc + product * alpha", id="one alpha too late"),
+        pytest.param("tensor", TURNING, "(gl.log2(row_sum) - 7.0)", "gl.log2(row_sum)", id="lse of p scaled"),
+        pytest.param("tensor", TURNING, "scale *= descale_q * descale_k", "scale *= descale_q", id="descale of k"),
+        pytest.param("tensor", TURNING, "inverse = descale_v /", "inverse = 1.0 /", id="descale of v"),
+        pytest.param("head", TURNING, "(head + places // ROWS) *", "head *", id="descales of heads that share"),
+        pytest.param("head", TURNING, "kv_head = head // group", "kv_head = head % group", id="head of descales"),
+        pytest.param("head", TURNING, "DESCALE_V + batch *", "DESCALE_V + 0 *", id="batch element of descales"),
+        pytest.param("block", TURNING, "gl.minimum(row, seq_q - 1) // 128", "(seq_q - 1) // 128", id="rows"),
+        pytest.param("block", TURNING, "return acc, packed(p_wide), next_alpha, new_max, row_sum, next_descale_v",
+                     "return acc, packed(p_wide), next_alpha, new_max, row_sum, descale_v", id="descale of last v"),
+        pytest.param("block", TURNING, "(steps - 1) * BLOCK_KV // 128", "steps * BLOCK_KV // 128", id="first block"),
+        pytest.param("block", TURNING, "    s = s * descale_k\n    # One", "    # One", id="descale of a block of k"),
+    ],
+)  # fmt: skip
+def test_bugs_of_fp8_are_caught(descale: Descale, numbers: tuple[int, ...], right: str, wrong: str) -> None:
+    _assert_caught(_fp8("bottom_right", descale, *numbers, pack=1), right, wrong)
 
 
 def _assert_caught(variant: Variant, right: str, wrong: str) -> None:

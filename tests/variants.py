@@ -104,7 +104,7 @@ HOPPER_GOLDEN = (
     ),
     hopper(Spec(dtype="fp8"), 2, 128, 4, 1, 1, 1, 0),
     hopper(Spec(dtype="fp8", causal="bottom_right", descale="block"), 2, 128, 4, 2, 0, 1, 0, pack=1),
-    hopper(Spec(head_dim=64, head_dim_v=48, dtype="fp8", causal="top_left", descale="head"), 3, 128, 2, 2, 0, 0, 0),
+    hopper(Spec(head_dim=64, head_dim_v=48, dtype="fp8", causal="top_left", descale="head"), 3, 64, 4, 2, 0, 0, 0),
 )
 
 
