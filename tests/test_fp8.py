@@ -288,9 +288,6 @@ def test_gpus_without_e4m3_are_refused() -> None:
     for name in ("t4", "a100", "mi300x"):
         rejection = family.refuses(spec, family.default(spec, Gpu.named(name)), Gpu.named(name))
         assert rejection is not None and ("float8_e4m3fn" in rejection.reason) == (name != "v100"), name
-    hopper = FAMILIES["hopper_fwd"]
-    rejection = hopper.refuses(spec, hopper.default(spec, H100), H100)
-    assert rejection is not None and "fp8" in rejection.reason
     with pytest.raises(UnsupportedError, match="use bf16 or a GPU of sm_89 or newer"):
         select(spec, Problem(1, 1, 1, 64, 64), Gpu.named("a100"), None)
 
@@ -350,8 +347,16 @@ def test_what_is_timed(descale: Descale) -> None:
 
 
 def test_fp8_is_tuned_apart() -> None:
-    selection = select(Spec(dtype="fp8", descale="block"), Problem(1, 16, 16, 4096, 4096), H100, None)
-    assert selection.variant.family.name == "triton_fwd" and "--dtype fp8" in selection.why
+    spec, problem = Spec(dtype="fp8", descale="block"), Problem(1, 16, 16, 4096, 4096)
+    for each, aligned, family in (
+        (spec, True, "hopper_fwd"),
+        (spec, False, "triton_fwd"),
+        (replace(spec, softcap=True), True, "triton_fwd"),
+        (replace(spec, head_dim_v=192), True, "triton_fwd"),
+        (replace(spec, head_dim=16), True, "triton_fwd"),
+    ):
+        selection = select(each, problem, H100, None, aligned=aligned)
+        assert selection.variant.family.name == family and "--dtype fp8" in selection.why
     assert Spec(dtype="fp8", descale="block").plain == Spec(dtype="fp8")
     assert "descale" not in Spec(dtype="fp8").stated and Spec(dtype="fp8", descale="head").stated["descale"] == "head"
     assert Spec(dtype="fp8").out_dtype == "bf16" and Spec(dtype="fp16").out_dtype == "fp16"
