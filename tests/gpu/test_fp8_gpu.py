@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ import flashgen
 from flashgen.check import Accuracy, max_error
 from flashgen.descales import BLOCK, FP8
 from flashgen.evaluate import checked
+from flashgen.export import write
 from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import current_gpu
 from flashgen.reference import plain_attention
@@ -233,6 +238,17 @@ def test_sequences_behind_each_other() -> None:
         assert isinstance(alone, Tensor)
         if length:
             assert max_error(alone[0].transpose(0, 1), o[part]) <= 2.0**-7 * alone.abs().max().item()
+
+
+@pytest.mark.parametrize("descale", DESCALES)
+def test_an_exported_file_runs(tmp_path: Path, family: str, descale: Descale) -> None:
+    spec = Spec("forward", 64, 64, "fp8", "bottom_right", descale=descale)
+    path = tmp_path / "my_attention.py"
+    write(Variant(FAMILIES[family], spec, FAMILIES[family].default(spec, current_gpu())), path)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("max error") == 3
 
 
 def test_captured_and_compiled(family: str) -> None:
