@@ -389,7 +389,7 @@ def test_fp8_is_tuned_apart() -> None:
         (spec, False, "triton_fwd"),
         (replace(spec, softcap=True), True, "triton_fwd"),
         (replace(spec, head_dim_v=192), True, "triton_fwd"),
-        (replace(spec, head_dim=16), True, "triton_fwd"),
+        (replace(spec, head_dim_v=16), True, "triton_fwd"),
     ):
         selection = select(each, problem, H100, None, aligned=aligned)
         assert selection.variant.family.name == family and "--dtype fp8" in selection.why

@@ -67,8 +67,8 @@ def inputs_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
         return f"{spec.dtype} inputs are not taken; use fp16 or bf16"
     if spec.head_dim * spec.element_bytes % 16 or spec.head_dim_v * spec.element_bytes % 16:
         return f"rows of {spec.head_dim} and {spec.head_dim_v} elements are no multiples of 16 bytes, which TMA copies"
-    if spec.dtype == "fp8" and min(spec.block_d, spec.block_dv) < 32:
-        return f"heads of {spec.head_dim} and {spec.head_dim_v} do not fill products of fp8, which take 32 columns"
+    if spec.dtype == "fp8" and spec.block_dv < 32:
+        return f"head_dim_v={spec.head_dim_v} is less than the 32 columns of V that are turned around at a time"
     return None
 
 

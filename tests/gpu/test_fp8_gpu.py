@@ -76,7 +76,7 @@ def test_tiles(tile: tuple[int, int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("family", ["hopper_fwd"], indirect=True)
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(32, 32), (64, 64), (80, 48), (128, 128), (192, 128), (256, 128)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 32), (64, 64), (80, 48), (128, 128), (192, 128), (256, 128)])
 @pytest.mark.parametrize("causal", CAUSAL)
 def test_hopper_conformance(causal: Causal, head_dim: int, head_dim_v: int, family: str) -> None:
     for descale in DESCALES:
