@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,8 @@ from flashgen import modified, plans
 from flashgen.benchmark import inputs, usual_modifiers
 from flashgen.cases import strided_like
 from flashgen.check import max_error
-from flashgen.compile import compile_kernel
-from flashgen.descales import BLOCK, FP8, Descales, descales_from
+from flashgen.compile import compile_kernel, load_module
+from flashgen.descales import BLOCK, FP8, Descales, dequantised, descales_from
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.export import write
 from flashgen.expressions.given import written
@@ -288,17 +291,47 @@ def test_gpus_without_e4m3_are_refused() -> None:
     for name in ("t4", "a100", "mi300x"):
         rejection = family.refuses(spec, family.default(spec, Gpu.named(name)), Gpu.named(name))
         assert rejection is not None and ("float8_e4m3fn" in rejection.reason) == (name != "v100"), name
-    hopper = FAMILIES["hopper_fwd"]
-    rejection = hopper.refuses(spec, hopper.default(spec, H100), H100)
-    assert rejection is not None and "fp8" in rejection.reason
     with pytest.raises(UnsupportedError, match="use bf16 or a GPU of sm_89 or newer"):
         select(spec, Problem(1, 1, 1, 64, 64), Gpu.named("a100"), None)
 
 
-def test_exported_files_take_no_fp8(tmp_path: Path) -> None:
-    family, spec = FAMILIES["triton_fwd"], Spec(dtype="fp8")
-    with pytest.raises(UnsupportedError, match="takes no fp8 inputs yet"):
-        write(Variant(family, spec, family.default(spec, H100)), tmp_path / "mine.py")
+@pytest.mark.parametrize("name", ["triton_fwd", "hopper_fwd"])
+@pytest.mark.parametrize("descale", ["tensor", "head", "block"])
+def test_an_exported_file(descale: Descale, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it launches, what it is compared with, and what it refuses; tests/gpu runs it."""
+    family, spec = FAMILIES[name], Spec("forward", 32, 32, "fp8", "bottom_right", descale=descale)
+    path = tmp_path / "mine.py"
+    write(Variant(family, spec, family.default(spec, H100)), path)
+    for rule in (("format", "--check"), ("check", "--select", "F,B,E501")):
+        command = [sys.executable, "-m", "ruff", *rule, "--isolated", "--no-cache", "--line-length", "120", path]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    module: Any = load_module(path)
+    q, k, v = (_random(2, heads, seq, 32, seed=heads).to(FP8) for heads, seq in ((6, 150), (2, 300), (2, 300)))
+    options = module.some_options(q, k)
+    given = [each[None] if isinstance(each, Tensor) else each for each in options.values()]
+    numbers = descales_from((2, 6, 2), (150, 300), q, Descales(*given))
+    wide = [dequantised(*each, torch.float64) for each in zip((q, k, v), numbers, strict=True)]
+    calls: list[Any] = []
+    monkeypatch.setattr(module, "launch", lambda *given: calls.append(given))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    for scale in (None, 0.3, -0.3, 0.0):
+        used = 32**-0.5 if scale is None else scale
+        expected, _ = plain_attention(*wide, causal="bottom_right", scale=used)
+        assert max_error(module.reference(q, k, v, used, **options), expected) < 1e-12
+        out, lse = module.attention(q, k, v, scale=scale, return_lse=True, **options)
+        assert out.dtype == torch.bfloat16 and out.shape == q.shape and lse.shape == (2, 6, 150)
+        launched = dict(zip(arguments_of(spec), calls.pop(), strict=True))
+        assert launched["scale"] > 0
+        # The same scores, by a positive scale.
+        assert torch.equal(launched["q"].float() * launched["scale"], q.float() * used)
+        for number, mine in zip(numbers, (launched[f"descale_{each}"] for each in "qkv"), strict=True):
+            assert torch.equal(mine, number) if isinstance(number, Tensor) else mine == number
+    bad = -1.0 if descale == "tensor" else torch.ones(5)
+    with pytest.raises(ValueError, match="descale"):
+        module.attention(q, k, v, **{**options, "descale_k": bad})
+    with pytest.raises(ValueError, match="expected fp8"):
+        module.attention(q.half(), k, v, **options)
 
 
 def _variants() -> list[tuple[Variant, Gpu]]:
@@ -350,8 +383,16 @@ def test_what_is_timed(descale: Descale) -> None:
 
 
 def test_fp8_is_tuned_apart() -> None:
-    selection = select(Spec(dtype="fp8", descale="block"), Problem(1, 16, 16, 4096, 4096), H100, None)
-    assert selection.variant.family.name == "triton_fwd" and "--dtype fp8" in selection.why
+    spec, problem = Spec(dtype="fp8", descale="block"), Problem(1, 16, 16, 4096, 4096)
+    for each, aligned, family in (
+        (spec, True, "hopper_fwd"),
+        (spec, False, "triton_fwd"),
+        (replace(spec, softcap=True), True, "triton_fwd"),
+        (replace(spec, head_dim_v=192), True, "triton_fwd"),
+        (replace(spec, head_dim_v=16), True, "triton_fwd"),
+    ):
+        selection = select(each, problem, H100, None, aligned=aligned)
+        assert selection.variant.family.name == family and "--dtype fp8" in selection.why
     assert Spec(dtype="fp8", descale="block").plain == Spec(dtype="fp8")
     assert "descale" not in Spec(dtype="fp8").stated and Spec(dtype="fp8", descale="head").stated["descale"] == "head"
     assert Spec(dtype="fp8").out_dtype == "bf16" and Spec(dtype="fp16").out_dtype == "fp16"
