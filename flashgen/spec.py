@@ -120,8 +120,8 @@ class Spec:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The tiles of q and k: (first column, width)."""
-        return parts_of(self.head_dim)
+        """The tiles of q and k: (first column, width); tensor cores add up 32 products of fp8 at a time."""
+        return parts_of(self.head_dim, 32 if self.dtype == "fp8" else 16)
 
     @property
     def parts_v(self) -> tuple[tuple[int, int], ...]:
