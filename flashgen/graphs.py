@@ -20,6 +20,7 @@ LAUNCHES = 10
 GRAPH_BYTES = 2**32
 # Replays that one sample takes together, in microseconds at least: between two of them the GPU idles for some.
 SAMPLE_US = 500.0
+EAGER_US = 2000.0
 MAX_SAMPLES = 100
 
 
@@ -89,7 +90,8 @@ def eager_us(calls: Sequence[Call], repeats: int = 5) -> float:
         for call in calls:
             call()
 
-    rounds = math.ceil(50 / len(calls))
+    (first,) = _between(all_of_them, 1, 1)
+    rounds = math.ceil(EAGER_US / max(first, 1.0))
     return statistics.median(_between(all_of_them, rounds, repeats)) / (rounds * len(calls))
 
 
