@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from rich.markup import escape
 from rich.table import Table
@@ -12,21 +13,29 @@ from flashgen.compare_decode import DecodeRow
 from flashgen.problem import Problem
 from flashgen.spec import Spec
 
+What = Literal["graph", "eager", "memory"]
+TITLES: dict[What, str] = {
+    "graph": "In a CUDA graph: GB/s of keys and values, share of the read bandwidth (us)",
+    "eager": "Eagerly: us from one call to the next",
+    "memory": "Peak memory beyond the inputs, MB",
+}
 
-def decode_table(rows: Sequence[DecodeRow], memory: bool) -> Table:
-    """One line per problem, one column per implementation: GB/s and time, or peak memory beyond the inputs.
 
-    The last two columns are how much faster flashgen is than the best of the others, and than itself with pages.
+def decode_table(rows: Sequence[DecodeRow], what: What) -> Table:
+    """One line per problem, one column per implementation.
+
+    The last two columns are how much faster flashgen is in a graph than the best of the others, and than itself with
+    pages.
     """
     names = list(dict.fromkeys(row.name for row in rows))
-    title = "GB/s of keys and values, share of the read bandwidth (us in a CUDA graph / eager)"
-    table = Table(title="Peak memory beyond the inputs, MB" if memory else title)
-    for heading in ("spec", "heads", "batch x keys", "MB", *names, *(() if memory else ("vs best", "vs paged"))):
+    table = Table(title=TITLES[what])
+    last = ("vs best", "vs paged") if what == "graph" else ()
+    for heading in ("spec", "heads", "batch x keys", "MB", *names, *last):
         table.add_column(heading, justify="left" if heading == "spec" else "right")
     for (spec, problem), found in _by_problem(rows).items():
         sizes = f"{problem.heads}/{problem.kv_heads}", f"{problem.batch} x {problem.seq_kv}"
-        cells = [_decode_cell(found[name], memory) for name in names]
-        ratios = [] if memory else ["" if each is None else f"{each:.3f}" for each in _ratios(found)]
+        cells = [_cell(found[name], what) for name in names]
+        ratios = ["" if each is None else f"{each:.3f}" for each in _ratios(found)] if last else []
         table.add_row(spec.slug, *sizes, f"{kv_bytes(spec, problem) / 1e6:.0f}", *cells, *ratios)
     return table
 
@@ -38,13 +47,14 @@ def _by_problem(rows: Sequence[DecodeRow]) -> dict[tuple[Spec, Problem], dict[st
     return found
 
 
-def _decode_cell(row: DecodeRow, memory: bool) -> str:
+def _cell(row: DecodeRow, what: What) -> str:
     if row.measurement is None or row.gbs is None or row.share is None or row.extra_bytes is None:
         return escape(row.failure or "failed")
-    if memory:
+    if what == "memory":
         return f"{row.extra_bytes / 1e6:.1f}"
-    eager = row.measurement.eager_us or 0.0
-    return f"{row.gbs:.0f} {100 * row.share:.1f} % ({row.measurement.median_us:.1f} / {eager:.1f})"
+    if what == "eager":
+        return f"{row.measurement.eager_us or 0.0:.1f}"
+    return f"{row.gbs:.0f} {100 * row.share:.1f} % ({row.measurement.median_us:.1f})"
 
 
 def _ratios(found: dict[str, DecodeRow]) -> tuple[float | None, float | None]:

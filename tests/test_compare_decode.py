@@ -197,11 +197,13 @@ def _text(table: Table) -> str:
 
 def test_a_table_of_speed_and_of_memory() -> None:
     rows = _rows(2.0, 2.1, None, 1.9)
-    text = _text(decode_table(rows, memory=False))
+    text = _text(decode_table(rows, "graph"))
     # 3 * 2 * 70 keys of 48 bytes: 20,160 bytes in 2 microseconds.
-    assert "10 50.4 % (2.0 / 7.0)" in text and "[/x] no" in text and "3 x 70" in text and "6/2" in text
+    assert "10 50.4 % (2.0)" in text and "[/x] no" in text and "3 x 70" in text and "6/2" in text
     assert "0.950" in text and "1.050" in text
-    assert "2.5" in _text(decode_table(rows, memory=True))
+    eager = _text(decode_table(rows, "eager"))
+    assert all(us in eager for us in ("7.0", "7.1", "6.9", "[/x] no")) and "vs best" not in eager
+    assert "2.5" in _text(decode_table(rows, "memory"))
 
 
 def test_a_summary_over_problems() -> None:

@@ -18,7 +18,7 @@ from flashgen.errors import UnsupportedError
 from flashgen.hardware import Gpu, current_gpu, driver_version
 from flashgen.problem import Problem
 from flashgen.report import stderr_console, stdout_console
-from flashgen.report_decode import decode_summary, decode_table
+from flashgen.report_decode import What, decode_summary, decode_table
 from flashgen.spec import Spec
 
 # Where some of the sizes are said, the others are these.
@@ -70,9 +70,9 @@ def bench_decode(as_json: bool, given: Mapping[str, Any]) -> None:
         out = stdout_console()
         read = f"read bandwidth {bandwidth:.0f} GB/s"
         out.print(f"{gpu.label}, driver {machine['driver']}, torch {torch.__version__}, {read}")
-        out.print(decode_table(rows, memory=False))
-        if given["memory"]:
-            out.print(decode_table(rows, memory=True))
+        tables: tuple[What, ...] = ("graph", "eager", "memory") if given["memory"] else ("graph", "eager")
+        for what in tables:
+            out.print(decode_table(rows, what))
         for line in decode_summary(rows):
             out.print(line)
     ours = [row for row in rows if row.name in ("flashgen", "paged")]
