@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashgen.errors import InputError
-from flashgen.features import EXPRESSIONS, SERVED, SERVING
+from flashgen.features import EXPRESSIONS, SERVED
 from flashgen.tiles import MAX_TILE_WIDTH
 
 
@@ -47,8 +47,7 @@ def _check_fp8(spec: Any) -> None:
 def _check_serving(spec: Any) -> None:
     """Of what has to do with caches."""
     if spec.op != "decode":
-        own = [name for name in SERVING if getattr(spec, name) not in (False, "none")]
-        own += ["descale='token'"] if spec.descale == "token" else []
+        own = [*spec.serving, *(["descale='token'"] if spec.descale == "token" else [])]
         if own:
             raise InputError(f"{', '.join(own)} is for op='decode', but got op={spec.op!r}.")
         return

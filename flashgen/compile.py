@@ -140,17 +140,17 @@ def _gluon_source(kernel: Any, blocks: Mapping[str, list[int]], spec: Spec, opti
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    elements = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}
-    signature = {"LSE": "*fp32", "WORKSPACE": "*fp32", "COUNTER": "*i32", "scale": "fp32"}
+    elements = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32, "fp8": gl.float8e4nv}
+    signature = {"LSE": "*fp32", "WORKSPACE": "*fp32", "COUNTER": "*i32", "scale": "fp32", **_MODIFIER_POINTERS}
     for name, block in blocks.items():
-        dtype = "fp32" if name in FLOAT_DESCRIPTORS else spec.dtype
+        dtype = "fp32" if name in FLOAT_DESCRIPTORS else spec.out_dtype if name == "o_desc" else spec.dtype
         layout = gl.NVMMASharedLayout.get_default_for(block, elements[dtype])
         if name in FLOAT_DESCRIPTORS:
             layout = gl.NVMMASharedLayout(0, 32, len(block))
-        signature[name] = f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
+        signature[name] = f"tensordesc<{_TYPES.get(dtype, dtype)}[{', '.join(map(str, block))}],{layout!r}>"
     constants = {(each.num,): options[each.name] for each in kernel.params if each.is_constexpr}
     for each in kernel.params:
-        signature.setdefault(each.name, "constexpr" if each.is_constexpr else "i32")
+        signature.setdefault(each.name, "constexpr" if each.is_constexpr else each.annotation_type or "i32")
     ordered = {name: signature[name] for name in kernel.arg_names}
     return GluonASTSource(kernel, ordered, constexprs=constants)
 

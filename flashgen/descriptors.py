@@ -62,19 +62,19 @@ def forward(bound: Any, views: tuple[Tensor, ...], counts: bool) -> Callable[...
 
     Args:
         bound: the kernel, a flashgen.bound.Bound.
-        views: q, k, v and o.
+        views: q, k, v and o, and what else the kernel is bound to.
         counts: whether the kernel counts tiles.
     """
-    run = describing(bound, [(list(view.shape), list(view.stride())) for view in views])
+    run = describing(bound, [(list(view.shape), list(view.stride())) for view in views[:4]])
     nothing_to_see = views[1].numel() == 0
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, scale: float) -> None:
+    def launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, *rest: Tensor | float) -> None:
         if nothing_to_see:  # TMA describes no empty tensor
             o.zero_()
             if lse is not None:
                 lse.fill_(-torch.inf)
             return
-        run(q, k, v, o, lse, bound.counter() if counts else None, scale)
+        run(q, k, v, o, lse, bound.counter() if counts else None, *rest)
 
     return launch
 

@@ -87,7 +87,7 @@ def drawn(p: object, seed: object, generator: torch.Generator | None, device: to
             "torch.compile knows no generator as an argument: draw from it outside, as dropout_seed."
         )
     if seed is None:
-        if generator is not None and getattr(generator, "device", None) != device:
+        if generator is not None and not _is_on(generator, device):
             raise InputError(f"generator must be a torch.Generator on {device}, as q is, but got {generator!r}.")
         return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device, generator=generator)
     if generator is not None:
@@ -100,6 +100,12 @@ def drawn(p: object, seed: object, generator: torch.Generator | None, device: to
         raise InputError(f"dropout_seed needs a seed of 64 bits and an offset from 0 to 2**32 - 1, but got {seed!r}.")
     # Filled on the device: a copy would wait for it.
     return torch.stack([torch.full((), each, dtype=torch.int64, device=device) for each in seed])
+
+
+def _is_on(generator: object, device: torch.device) -> bool:
+    """Generators may name their kind of device alone, and draw for the one of a tensor then."""
+    own = getattr(generator, "device", None)
+    return isinstance(own, torch.device) and own.type == device.type and own.index in (None, device.index)
 
 
 def _checked(seed: object, device: torch.device) -> Tensor:

@@ -128,8 +128,8 @@ def plain_attention(
     """softmax(q k^T * scale) v with the whole score matrix in memory, every step in the inputs' dtype.
 
     Run on float64 inputs it is the reference; run on the inputs' own dtype it is the yardstick of the accept rule.
-    `rounding` is applied to the operands of both products, as tensor cores round fp32 to TF32; `fp8` has
-    scores as `summed_in_14_bits` and P as `rounded_to_e4m3`.
+    `rounding` is applied to the operands of both products, as tensor cores round fp32 to TF32; `fp8` has scores
+    as `summed_in_14_bits` and P as `rounded_to_e4m3`.
 
     Returns:
         o [batch, heads, seq_q, head_dim_v] in the inputs' dtype, and lse [batch, heads, seq_q] (natural log) in
@@ -137,8 +137,9 @@ def plain_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = rounding(q), rounding(k), rounding(v)
-    scores = _statistics_dtype((grouped(q, k) @ k[:, :, None].transpose(-1, -2)) * scale).flatten(1, 2)
-    scores, _ = modified(summed_in_14_bits(scores) if fp8 else scores, k.shape[2], modifiers)
+    products = summed_in_14_bits if fp8 else torch.matmul
+    scores = _statistics_dtype(products(grouped(q, k), k[:, :, None].transpose(-1, -2)) * scale).flatten(1, 2)
+    scores, _ = modified(scores, k.shape[2], modifiers)
     seen = visible_keys(q.shape[2], k.shape[2], causal, q.device, modifiers, heads=(q.shape[0], q.shape[1]))
     p, lse = _softmax(scores.masked_fill(~seen, -math.inf), modifiers.sinks)
     # Rounded before, since the row's largest one, of which rounding takes its unit, may be dropped.
@@ -147,16 +148,25 @@ def plain_attention(
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
 
-def summed_in_14_bits(scores: Tensor) -> Tensor:
-    """Scores [..., keys] as Hopper's tensor cores add fp8 products up: in 14 bits, cut off, of the largest sum.
+def summed_in_14_bits(rows: Tensor, columns: Tensor) -> Tensor:
+    """rows [..., m, width] @ columns [..., width, n] as Hopper's tensor cores add fp8 products up.
 
-    DeepSeek-V3 (2024), section 3.3.2, measured it. Every row takes the unit of its largest score.
+    DeepSeek-V3 (2024), sections 3.3.2 and 3.5.2, measured it: 32 products and the sum so far are shifted to the largest
+    exponent among them, and what lies more than 13 bits below it is cut off.
     """
-    if scores.shape[-1] == 0:
-        return scores
-    _, exponent = torch.frexp(scores.abs().amax(-1, keepdim=True))
-    unit = torch.ldexp(torch.ones_like(scores[..., :1]), exponent - 14)
-    return torch.trunc(scores / unit) * unit
+    total = rows.new_zeros(*rows.shape[:-1], columns.shape[-1])
+    for first in range(0, rows.shape[-1], 32):
+        part = slice(first, first + 32)
+        factors = rows[..., None, part], columns[..., part, :].transpose(-1, -2)[..., None, :, :]
+        terms = torch.cat([factors[0] * factors[1], total[..., None]], -1)
+        # A product's exponent is the sum of its factors', be it 2 or more.
+        exponents = torch.cat(
+            [torch.frexp(factors[0])[1] + torch.frexp(factors[1])[1] - 1, torch.frexp(total[..., None])[1]], -1
+        )
+        largest = exponents.masked_fill(terms == 0, -128).amax(-1, keepdim=True)
+        unit = torch.ldexp(torch.ones_like(terms[..., :1]), largest - 14)
+        total = (torch.trunc(terms / unit) * unit).sum(-1)
+    return total
 
 
 def rounded_to_e4m3(p: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ def _cubin_usage(cubin: bytes) -> tuple[int, int]:
 
 # SASS opcode -> what it keeps busy; everything else counts as "other".
 _KINDS = {
-    "HGMMA": "wgmma", "UTCHMMA": "tcgen05", "HMMA": "mma", "MUFU": "exp2", "SHFL": "shuffle", "F2FP": "convert",
+    "HGMMA": "wgmma", "QGMMA": "wgmma", "UTCHMMA": "tcgen05", "HMMA": "mma", "MUFU": "exp2", "SHFL": "shuffle",
+    "F2FP": "convert",
     "FADD": "fp32", "FMUL": "fp32", "FFMA": "fp32", "FMNMX": "fp32", "FMNMX3": "fp32", "FSEL": "fp32",
     "FADD2": "fp32x2", "FMUL2": "fp32x2", "FFMA2": "fp32x2",
     "LDS": "shared", "STS": "shared", "LDSM": "ldmatrix", "STSM": "shared", "LDGSTS": "cp_async", "UTMALDG": "cp_async",

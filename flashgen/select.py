@@ -132,7 +132,7 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
     why = f"{how} ({tuned_for}), {entry.time.median_us:.1f} us {entry.method}"
     if entry.spec.tuned_as != spec.tuned_as:
         # Its time is that of another kernel.
-        lacks = " and ".join(spec.features) or f"descales of each {spec.descale}"
+        lacks = " and ".join((*spec.features, *spec.serving)) or f"descales of each {spec.descale}"
         other = f"without its {lacks}" if entry.spec == entry.spec.plain else "with other expressions"
         why = f"{how} ({tuned_for}), tuned for {entry.spec.label}, {other}"
     return Selection(

@@ -120,8 +120,8 @@ class Spec:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The tiles of q and k: (first column, width)."""
-        return parts_of(self.head_dim)
+        """The tiles of q and k: (first column, width); tensor cores add up 32 products of fp8 at a time."""
+        return parts_of(self.head_dim, 32 if self.dtype == "fp8" else 16)
 
     @property
     def parts_v(self) -> tuple[tuple[int, int], ...]:
@@ -151,6 +151,11 @@ class Spec:
     def features(self) -> tuple[str, ...]:
         """Which of FEATURES it has, in their order."""
         return tuple(name for name in FEATURES if getattr(self, name) not in (False, "none"))
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """Which of SERVING it has."""
+        return tuple(name for name in SERVING if getattr(self, name) not in (False, "none"))
 
     @property
     def modifiers(self) -> tuple[str, ...]:
@@ -220,8 +225,7 @@ class Spec:
             value = getattr(self.named, name)
             own = name != "bias" or value != self.dtype
             parts.append(f"{name}_{value.removeprefix('#')}" if isinstance(value, str) and own else name)
-        parts += [name for name in SERVING[:2] if getattr(self, name)]
-        parts += [f"cache_{self.cache}"] if self.cache != "none" else []
+        parts += [f"cache_{self.cache}" if name == "cache" else name for name in self.serving]
         return "_".join(parts)
 
     @property

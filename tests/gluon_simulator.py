@@ -232,7 +232,7 @@ class Slot:
     def __init__(self, name: str, shape: Sequence[int]) -> None:
         self.name = name
         self.data = np.full(shape, np.nan, np.float32)
-        # "q_desc" or another once a copy has landed, "registers" after a store.
+        # "q_desc" or another once a copy has landed, "registers" after a store, "turned" after one of who loads.
         self.holds: str | None = None
         self.products = self.copies_in = self.copies_out = 0
         self.reads: dict[str, int] = {}
@@ -298,11 +298,19 @@ class View:
 
     def store(self, values: np.ndarray) -> None:
         _pause("store to shared memory")
-        self.slot.check_free("store")
-        if self.slot.holds not in Program.current.reads:
-            self.slot.check_read("store")
-        self.slot.holds, self.slot.fenced, self.slot.writer = "registers", False, Program.current.warp().name
-        self.slot.data = np.full(self.slot.data.shape, np.nan, np.float32)
+        slot, writer = self.slot, Program.current.warp().name
+        slot.check_free("store")
+        if writer == "load":
+            # What it stores, it has loaded, part by part.
+            for each in Program.current.slots:
+                each.loading.discard(writer)
+        elif slot.holds not in Program.current.reads:
+            slot.check_read("store")
+        if writer != "load" or slot.fenced:
+            if writer == "load" and slot.holds is not None:
+                slot.check_read("store")
+            slot.data, slot.reads = np.full(slot.data.shape, np.nan, np.float32), {}
+        slot.holds, slot.fenced, slot.writer = "turned" if writer == "load" else "registers", False, writer
         self.values[...] = values
 
 
@@ -565,8 +573,28 @@ def _fence() -> None:
         slot.fenced = slot.fenced or not warps or slot.writer == Program.current.warp().name
 
 
-def _assembly(text: str, _: str, operands: list[Any], **__: Any) -> Int32:
-    """A wait for a lock, its release behind all copies out, or a named barrier."""
+# Four values of P in a register.
+_WORD = np.dtype((np.void, 16))
+
+
+def _packed(values: list[Tensor]) -> Tensor:
+    """Not rounded, so that errors of another kind show."""
+    return _tensor(np.ascontiguousarray(np.stack(values, -1)).view(_WORD)[..., 0])
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """Of words of which each stands in four places, one value for each."""
+    values = np.ascontiguousarray(words)[..., None].view(np.float32)
+    which = np.broadcast_to(np.arange(words.shape[-1]) % 4, words.shape)
+    return _tensor(np.take_along_axis(values, which[..., None], -1)[..., 0])
+
+
+def _assembly(text: str, _: str, operands: list[Any], **__: Any) -> Any:
+    """A wait for a lock, its release behind all copies out, a named barrier, or four values of P in a register."""
+    if "cvt.rn.satfinite.e4m3x2.f32" in text:
+        return _packed(operands)
+    if text == "mov.b32 $0, $1;":
+        return _unpacked(*operands)
     if "ld.acquire.gpu" not in text and "st.release.gpu" not in text:
         return _named_barrier(text)
     address, number = operands
@@ -640,7 +668,8 @@ def _elementwise(of_scalars: Callable[..., Any], of_tensors: Callable[..., Any])
     def apply(*operands: Any) -> Any:
         if any(isinstance(operand, np.ndarray) for operand in operands):
             return _tensor(of_tensors(*(np.float32(each) if isinstance(each, float) else each for each in operands)))
-        return Int32(of_scalars(*operands))
+        found = of_scalars(*operands)
+        return np.float32(found) if isinstance(found, (float, np.floating)) else Int32(found)
 
     return apply
 
@@ -648,11 +677,19 @@ def _elementwise(of_scalars: Callable[..., Any], of_tensors: Callable[..., Any])
 def _modules(multiprocessors: int) -> dict[str, Any]:
     """What the text of a kernel imports, by name."""
     language = SimpleNamespace(
-        **{dtype: dtype for dtype in ("int32", "int64", "float16", "bfloat16", "float32")},
+        **{dtype: dtype for dtype in ("int32", "int64", "float16", "bfloat16", "float32", "float8e4nv")},
         **{name: getattr(np, name) for name in ("expand_dims", "sum", "log2", "floor", "abs")},
         **{
-            f"{name}Layout": lambda *_: None
-            for name in ("NVMMADistributed", "NVMMAShared", "DotOperand", "Slice", "Blocked", "SwizzledShared")
+            f"{name}Layout": lambda *_, **__: None
+            for name in (
+                "NVMMADistributed",
+                "NVMMAShared",
+                "DotOperand",
+                "Slice",
+                "Blocked",
+                "SwizzledShared",
+                "DistributedLinear",
+            )
         },
         max=lambda values, axis: values if isinstance(values, Int32) else np.max(values, axis),
         full=lambda shape, value, *_: Int32(value),
@@ -667,7 +704,9 @@ def _modules(multiprocessors: int) -> dict[str, Any]:
         static_range=range,
         zeros=lambda shape, *_: _tensor(np.zeros(shape, np.float32)),
         arange=lambda start, end, layout=None: _tensor(np.arange(start, end)),
-        convert_layout=lambda values, layout: values,
+        convert_layout=lambda values, layout, assert_trivial=False: values,
+        split=lambda values: (values[..., 0], values[..., 1]),
+        join=lambda a, b: _tensor(np.stack([a, b], -1)),
         exp2=_exp2,
         load=lambda pointer, mask=True, other=0.0: pointer.load(mask, other),
         pointer_type=lambda dtype: dtype,
@@ -710,11 +749,18 @@ def load_text(text: str, multiprocessors: int) -> ModuleType:
 
 
 def simulate(
-    text: str, operands: Sequence[np.ndarray], scale: float, multiprocessors: int, chance: random.Random, skips: bool
+    text: str,
+    operands: Sequence[np.ndarray],
+    scale: float,
+    multiprocessors: int,
+    chance: random.Random,
+    skips: bool,
+    descales: Sequence[float | np.ndarray] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """What a kernel makes of q, k and v: o and lse, in an interleaving drawn from `chance`.
 
-    `skips`: whether a consumer may pass a block of keys that it does not see.
+    `skips`: whether a consumer may pass a block of keys that it does not see. `descales`: of fp8 inputs, contiguous
+    where they are arrays.
 
     Raises:
         Fault: it does what it must not.
@@ -725,16 +771,20 @@ def simulate(
     lse = np.full(q.shape[:3], np.nan, np.float32)
     arrays = (q, k, v, o)
     shapes = (SimpleNamespace(shape=array.shape, is_cuda=True, device=0) for array in arrays)
-    (programs, _, _), sizes, options = kernel.plan(*shapes)
+    tables = [each for each in descales if isinstance(each, np.ndarray)]
+    strided = (SimpleNamespace(stride=lambda each=each: [step // 4 for step in each.strides]) for each in tables)
+    (programs, _, _), sizes, options = kernel.plan(*shapes, *strided)
     blocks = kernel.BLOCKS[options["PACKED"]]
     _, packed, rows, _ = blocks["q_desc"]
     tiles = q.shape[0] * (q.shape[1] // packed) * -(-q.shape[2] // (rows * int(kernel.CONSUMERS)))
     counter = _deal(programs, tiles, chance) if kernel.SCHEDULE == 2 else Counter([], 0)
     descriptors = [Descriptor(*named) for named in zip(blocks, arrays, blocks.values(), strict=True)]
     for index in range(programs):
-        Program.current = Program(index, programs, chance, skips=skips)
+        reads = {"k_desc": 1, "turned": 1} if descales else FORWARD_READS
+        Program.current = Program(index, programs, chance, reads, skips=skips)
         constants = (Int32(options["STRAIGHT"]), Int32(packed))
-        numbers = (np.float32(scale), *(Int32(size) for size in sizes), *constants)
+        scaling = (Pointer(each.reshape(-1)) if isinstance(each, np.ndarray) else np.float32(each) for each in descales)
+        numbers = (*scaling, np.float32(scale), *(Int32(size) for size in sizes), *constants)
         kernel.kernel(*descriptors, Pointer(lse.reshape(-1)), counter, *numbers)
     if any(counter.draws):
         raise Fault(f"tiles are left: {counter.draws}")

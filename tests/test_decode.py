@@ -130,7 +130,8 @@ def test_a_spec_says_what_it_has() -> None:
 @pytest.mark.parametrize("gpu", KNOWN_GPUS.values(), ids=KNOWN_GPUS.keys())
 def test_default_obeys_the_rules_or_the_gpu_cannot(gpu: Gpu) -> None:
     for head_dim, dtype, cache in itertools.product((1, 64, 128, 256, 576), ("fp16", "fp32"), ("none", "int8")):
-        if cache == "int8" and head_dim > 256:
+        # 64 KiB hold no keys beside wide rows of fp32.
+        if head_dim > 256 and (cache == "int8" or (dtype == "fp32" and gpu.backend == "hip")):
             continue
         spec = Spec("decode", head_dim, head_dim, dtype, cache=cache)  # type: ignore[arg-type]
         config = TRITON_DECODE.default(spec, gpu)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,8 @@ from flashgen import modified, plans
 from flashgen.benchmark import inputs, usual_modifiers
 from flashgen.cases import strided_like
 from flashgen.check import max_error
-from flashgen.compile import compile_kernel
-from flashgen.descales import BLOCK, FP8, Descales, descales_from
+from flashgen.compile import compile_kernel, load_module
+from flashgen.descales import BLOCK, FP8, Descales, dequantised, descales_from
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.export import write
 from flashgen.expressions.given import written
@@ -31,6 +34,7 @@ from flashgen.problem import Problem
 from flashgen.reference import plain_attention, rounded_to_e4m3, summed_in_14_bits
 from flashgen.resources import resources_of
 from flashgen.select import Selection, select
+from flashgen.space import Config
 from flashgen.spec import Causal, Descale, Spec
 from flashgen.tensors import with_features
 
@@ -287,17 +291,47 @@ def test_gpus_without_e4m3_are_refused() -> None:
     for name in ("t4", "a100", "mi300x"):
         rejection = family.refuses(spec, family.default(spec, Gpu.named(name)), Gpu.named(name))
         assert rejection is not None and ("float8_e4m3fn" in rejection.reason) == (name != "v100"), name
-    hopper = FAMILIES["hopper_fwd"]
-    rejection = hopper.refuses(spec, hopper.default(spec, H100), H100)
-    assert rejection is not None and "fp8" in rejection.reason
     with pytest.raises(UnsupportedError, match="use bf16 or a GPU of sm_89 or newer"):
         select(spec, Problem(1, 1, 1, 64, 64), Gpu.named("a100"), None)
 
 
-def test_exported_files_take_no_fp8(tmp_path: Path) -> None:
-    family, spec = FAMILIES["triton_fwd"], Spec(dtype="fp8")
-    with pytest.raises(UnsupportedError, match="takes no fp8 inputs yet"):
-        write(Variant(family, spec, family.default(spec, H100)), tmp_path / "mine.py")
+@pytest.mark.parametrize("name", ["triton_fwd", "hopper_fwd"])
+@pytest.mark.parametrize("descale", ["tensor", "head", "block"])
+def test_an_exported_file(descale: Descale, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it launches, what it is compared with, and what it refuses; tests/gpu runs it."""
+    family, spec = FAMILIES[name], Spec("forward", 32, 32, "fp8", "bottom_right", descale=descale)
+    path = tmp_path / "mine.py"
+    write(Variant(family, spec, family.default(spec, H100)), path)
+    for rule in (("format", "--check"), ("check", "--select", "F,B,E501")):
+        command = [sys.executable, "-m", "ruff", *rule, "--isolated", "--no-cache", "--line-length", "120", path]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    module: Any = load_module(path)
+    q, k, v = (_random(2, heads, seq, 32, seed=heads).to(FP8) for heads, seq in ((6, 150), (2, 300), (2, 300)))
+    options = module.some_options(q, k)
+    given = [each[None] if isinstance(each, Tensor) else each for each in options.values()]
+    numbers = descales_from((2, 6, 2), (150, 300), q, Descales(*given))
+    wide = [dequantised(*each, torch.float64) for each in zip((q, k, v), numbers, strict=True)]
+    calls: list[Any] = []
+    monkeypatch.setattr(module, "launch", lambda *given: calls.append(given))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    for scale in (None, 0.3, -0.3, 0.0):
+        used = 32**-0.5 if scale is None else scale
+        expected, _ = plain_attention(*wide, causal="bottom_right", scale=used)
+        assert max_error(module.reference(q, k, v, used, **options), expected) < 1e-12
+        out, lse = module.attention(q, k, v, scale=scale, return_lse=True, **options)
+        assert out.dtype == torch.bfloat16 and out.shape == q.shape and lse.shape == (2, 6, 150)
+        launched = dict(zip(arguments_of(spec), calls.pop(), strict=True))
+        assert launched["scale"] > 0
+        # The same scores, by a positive scale.
+        assert torch.equal(launched["q"].float() * launched["scale"], q.float() * used)
+        for number, mine in zip(numbers, (launched[f"descale_{each}"] for each in "qkv"), strict=True):
+            assert torch.equal(mine, number) if isinstance(number, Tensor) else mine == number
+    bad = -1.0 if descale == "tensor" else torch.ones(5)
+    with pytest.raises(ValueError, match="descale"):
+        module.attention(q, k, v, **{**options, "descale_k": bad})
+    with pytest.raises(ValueError, match="expected fp8"):
+        module.attention(q.half(), k, v, **options)
 
 
 def _variants() -> list[tuple[Variant, Gpu]]:
@@ -305,6 +339,7 @@ def _variants() -> list[tuple[Variant, Gpu]]:
     causal: Causal = "bottom_right"
     specs = [
         (Spec(head_dim=64, head_dim_v=64, dtype="fp8"), L4),
+        (Spec(head_dim=8, head_dim_v=8, dtype="fp8", descale="block"), H100),
         (Spec(dtype="fp8", causal=causal, descale="block"), H100),
         (Spec(head_dim=256, head_dim_v=256, dtype="fp8", descale="head"), H100),
         (Spec(head_dim=80, head_dim_v=48, dtype="fp8", causal=causal, softcap=True, sinks=True, descale="block"), H100),
@@ -348,16 +383,41 @@ def test_what_is_timed(descale: Descale) -> None:
 
 
 def test_fp8_is_tuned_apart() -> None:
-    selection = select(Spec(dtype="fp8", descale="block"), Problem(1, 16, 16, 4096, 4096), H100, None)
-    assert selection.variant.family.name == "triton_fwd" and "--dtype fp8" in selection.why
+    spec, problem = Spec(dtype="fp8", descale="block"), Problem(1, 16, 16, 4096, 4096)
+    for each, aligned, family in (
+        (spec, True, "hopper_fwd"),
+        (spec, False, "triton_fwd"),
+        (replace(spec, softcap=True), True, "triton_fwd"),
+        (replace(spec, head_dim_v=192), True, "triton_fwd"),
+        (replace(spec, head_dim_v=16), True, "triton_fwd"),
+    ):
+        selection = select(each, problem, H100, None, aligned=aligned)
+        assert selection.variant.family.name == family and "--dtype fp8" in selection.why
     assert Spec(dtype="fp8", descale="block").plain == Spec(dtype="fp8")
     assert "descale" not in Spec(dtype="fp8").stated and Spec(dtype="fp8", descale="head").stated["descale"] == "head"
     assert Spec(dtype="fp8").out_dtype == "bf16" and Spec(dtype="fp16").out_dtype == "fp16"
 
 
 def test_sums_of_14_bits_are_cut_off() -> None:
-    scores = torch.tensor([[1.0, -0.99999, 3.00037, 2.0**-14], [0.0, 0.0, 0.0, 0.0]])
-    # Of the largest, below 4, the unit is 2**-12.
-    expected = torch.tensor([[1.0, -4095 / 4096, 3.0 + 1 / 4096, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    assert torch.equal(summed_in_14_bits(scores), expected)
-    assert summed_in_14_bits(scores[:, :0]).shape == (2, 0)
+    one = torch.ones(1, 3)
+    # Exponents are those of the factors: 0 and -13 and -14 of the first. What is cut off is cut off towards zero.
+    columns = torch.tensor([[1.0, -1.0, 1.0], [2.0**-13, -(2.0**-13), 0.0], [2.0**-14, -(2.0**-14), 2.0**-14]])
+    expected = torch.tensor([[1.0 + 2.0**-13, -1.0 - 2.0**-13, 1.0]])
+    assert torch.equal(summed_in_14_bits(one, columns), expected)
+    # 1.5 * 1.5 has the exponent of 1 * 1.
+    rows, columns = torch.tensor([[1.5, 2.0**-13]]), torch.tensor([[1.5], [1.0]])
+    assert summed_in_14_bits(rows, columns).item() == 2.25 + 2.0**-13
+    # Another 32 products start from what is left of the sum.
+    long = torch.zeros(1, 40)
+    long[0, 0], long[0, 39] = 1.0, 2.0**-14
+    assert summed_in_14_bits(long, torch.ones(40, 1)).item() == 1.0
+    assert summed_in_14_bits(one, columns.new_zeros(3, 0)).shape == (1, 0)
+
+
+def test_narrow_heads_fill_a_product() -> None:
+    spec = Spec(head_dim=8, head_dim_v=8, dtype="fp8")
+    assert spec.parts == ((0, 32),) and spec.parts_v == ((0, 16),)
+    family = FAMILIES["triton_fwd"]
+    few = Config(**{**family.default(spec, H100), "block_kv": 16})
+    rejection = family.refuses(spec, few, H100)
+    assert rejection is not None and "the 32 products of fp8" in rejection.reason

@@ -103,6 +103,9 @@ HOPPER_GOLDEN = (
     hopper(
         Spec(head_dim=64, head_dim_v=64, dtype="fp16", causal="bottom_right"), 1, 64, 2, 1, 1, 0, 0, resident=2, pack=1
     ),
+    hopper(Spec(dtype="fp8"), 2, 128, 3, 1, 1, 1, 0),
+    hopper(Spec(dtype="fp8", causal="bottom_right", descale="block"), 2, 128, 3, 2, 1, 1, 0, pack=1),
+    hopper(Spec(head_dim=64, head_dim_v=48, dtype="fp8", causal="top_left", descale="head"), 3, 64, 3, 2, 0, 0, 0),
 )
 
 

@@ -40,7 +40,7 @@ _SHAPING = {
 _SEEING = {
     "window": ("window_left", "window_right"),
     "mask": ("MASK_head", "mask_stride_q", "mask_stride_k"),
-    "mask_mod": ("batch", "head", "seq_q", "seq_kv"),
+    "mask_mod": ("batch", "head"),
 }
 # fp8 inputs: what a kernel takes for their descales and, in the loop over keys, what it passes on.
 _DESCALES = {
@@ -118,12 +118,16 @@ def derived(spec: Spec) -> Mapping[str, object]:
         "shaping": shaping,
         "seeing": seeing,
         # What both take, as parameters of those that call them.
-        "passed": [name for name in dict.fromkeys(shaping + seeing) if name not in ("seq_q", "seq_kv")],
+        "passed": list(dict.fromkeys(shaping + seeing)),
         "tables": tables,
         **_expressions(spec),
         # Not all blocks that any row sees are seen whole up to one place.
         "edged": spec.window or spec.segments or spec.mask_mod != "none",
+        # Where they start and end is looked up.
+        "searched": spec.segments or spec.mask_mod != "none",
         "ranged": spec.causal != "none" or spec.window,
+        # Scores of what is seen may be -inf.
+        "guarding": (spec.bias != "none" or spec.score_mod != "none") and not spec.mask,
         "dense": [name for name in ("bias", "mask") if name in spec.features],
     }
 

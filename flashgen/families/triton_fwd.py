@@ -122,6 +122,8 @@ def _tile_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
 
     Those of wide heads may have more room in shared memory than in registers, which only compiling tells.
     """
+    if spec.dtype == "fp8" and config["block_kv"] < 32:
+        return f"block_kv={config['block_kv']} is less than the 32 products of fp8 that are added up at a time"
     if spec.wide:
         return None
     if config["block_q"] < 64 and _fits(spec, gpu, 64, 32, 2):
@@ -149,9 +151,8 @@ def _shares_rows(spec: Spec, gpu: Gpu) -> bool:
 
 
 def _warps_rule(spec: Spec, config: Config, gpu: Gpu) -> str | None:
-    """tl.dot gives each warp at least 16 rows; more warps than rows repeat each other's work.
-
-    Of wide heads they repeat the scores alone, and share the columns of the output, which fewer have no registers for.
+    """tl.dot gives each warp at least 16 rows; more warps than rows repeat each other's work, but for columns of
+    wide heads, which fewer warps have no registers for.
     """
     warps = config["num_warps"]
     if _shares_rows(spec, gpu) and config["block_q"] == 64:
