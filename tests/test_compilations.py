@@ -134,4 +134,4 @@ def test_fewer_rows_are_another_kernel() -> None:
     spec, h200 = Spec("decode", 64, 64, "bf16", "bottom_right"), Gpu.named("h200")
     variant = Variant(DECODE, spec, DECODE.default(spec, h200))
     few, many = (kernel_resources(variant, h200, "kernel", 128, 1, rows) for rows in (16, 64))
-    assert few.registers < many.registers and few.shared < many.shared
+    assert few.shared < many.shared and few.loop["total"] < many.loop["total"]
