@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,9 +16,10 @@ from flashgen.descales import Descales, descales_from
 from flashgen.features import EXPRESSIONS
 from flashgen.modifiers import Modifiers, Options, modifiers_from
 from flashgen.problem import Problem
-from flashgen.spec import TORCH_DTYPES, Spec
+from flashgen.spec import KV_DTYPES, TORCH_DTYPES, Spec
 
 MIN_SAMPLES = 5
+_Call = TypeVar("_Call", bound=Callable[[], object])
 
 
 @dataclass(frozen=True)
@@ -28,17 +30,34 @@ class Measurement:
         median_us: median of the samples.
         spread_us: half the distance between the 25th and 75th percentile.
         samples: how many there are.
+        eager_us: from one call to the next where each is made from Python; None where the median is that of such calls.
     """
 
     median_us: float
     spread_us: float
     samples: int
+    eager_us: float | None = None
 
     @staticmethod
     def of(times_us: Sequence[float]) -> Measurement:
         """Summarise at least two samples."""
         low, _, high = statistics.quantiles(times_us, n=4)
         return Measurement(statistics.median(times_us), (high - low) / 2, len(times_us))
+
+    @staticmethod
+    def together(several: Sequence[Measurement]) -> Measurement:
+        """Of several problems the geometric mean, whose relative error is that of a mean of independent ones."""
+        median = geometric_mean([each.median_us for each in several])
+        spread = math.hypot(*(each.spread_us / each.median_us for each in several)) / len(several)
+        return Measurement(median, spread * median, min(each.samples for each in several))
+
+    def with_eager(self, eager_us: float | None) -> Measurement:
+        return replace(self, eager_us=eager_us)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of one value, that value."""
+    return float(math.prod(values) ** (1 / len(values)))
 
 
 def sample(call: Callable[[], object], *, warmup_ms: int = 10, repeat_ms: int = 30) -> list[float]:
@@ -63,9 +82,16 @@ def balanced_orders(count: int) -> list[list[int]]:
 
 
 def interleaved(
-    calls: Mapping[str, Callable[[], object]], *, rounds: int | None = None, seed: int = 0, repeat_ms: int = 30
+    calls: Mapping[str, _Call],
+    *,
+    rounds: int | None = None,
+    seed: int = 0,
+    repeat_ms: int = 30,
+    take: Callable[..., list[float]] | None = None,
 ) -> dict[str, Measurement]:
     """Measure several calls in turns, in rounds of other orders; as many as the balanced orders are, if not said.
+
+    `take`: measures one of them, as `sample`, which does where nothing is said.
 
     A kernel leaves its successor a hot or a cool GPU. Of two runs on an H200, each with three orders for all problems,
     one had a peer follow slower kernels only: it was 6 % faster there, where the others stayed within 2 %.
@@ -81,7 +107,7 @@ def interleaved(
             deck = orders.copy()
             chance.shuffle(deck)
         for place in deck.pop():
-            times[names[place]] += sample(calls[names[place]], repeat_ms=repeat_ms)
+            times[names[place]] += (take or sample)(calls[names[place]], repeat_ms=repeat_ms)
     return {name: Measurement.of(values) for name, values in times.items()}
 
 
@@ -160,5 +186,21 @@ def flops(spec: Spec, problem: Problem, pairs: int | None = None) -> float:
         pairs: how many pairs of row and key are seen, over batch and heads, where more than `causal` hides some.
     """
     d, dv = spec.head_dim, spec.head_dim_v
-    width = d + dv if spec.op == "forward" else 3 * d + 2 * dv
+    width = 3 * d + 2 * dv if spec.op == "backward" else d + dv
     return 2.0 * (problem.visible_pairs(spec.causal) if pairs is None else pairs) * width
+
+
+def kv_bytes(spec: Spec, problem: Problem) -> int:
+    """Of the keys and values of a problem: what a decode has to read."""
+    each = (spec.head_dim + spec.head_dim_v) * KV_DTYPES[spec.kv_dtype].itemsize
+    return problem.batch * problem.kv_heads * problem.seq_kv * each
+
+
+def extra_memory(call: Callable[[], object]) -> int:
+    """Peak memory of a call beyond what is allocated before it, in bytes."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from flashgen.benchmark import Measurement
+from flashgen.benchmark import Measurement, geometric_mean
 from flashgen.check import Accuracy
 from flashgen.evaluate import remeasure
 from flashgen.families import Variant
-from flashgen.problem import Problem
+from flashgen.problem import Bucket, Problem
 from flashgen.records import Accuracy as StoredAccuracy
 from flashgen.records import Entry, Timing, Versions
 from flashgen.resources import Resources
@@ -36,9 +36,11 @@ class Candidate:
     accuracy: Accuracy | None = None
     times: tuple[Measurement, ...] | None = None
 
-    def us(self, index: int) -> float:
-        """The time that counts for problem `index`: measured where there is one."""
-        return self.times[index].median_us if self.times is not None else self.predicted[index]
+    def us(self, *indices: int) -> float:
+        """The time that counts for problem `index`: measured where there is one; of several the geometric mean."""
+        if self.times is not None:
+            return geometric_mean([self.times[index].median_us for index in indices])
+        return geometric_mean([self.predicted[index] for index in indices])
 
     @property
     def weight(self) -> tuple[int, int, int]:
@@ -53,47 +55,73 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The best candidates for one problem, best first; `tie` when noise does not tell the first two apart."""
+    """The best candidates for the problems of one bucket, best first.
 
-    problem: Problem
+    Attributes:
+        problems: by their numbers.
+        tie: noise does not tell the first two apart.
+    """
+
+    problems: Mapping[int, Problem]
     best: tuple[Candidate, ...]
     tie: bool
 
 
-def rank(problem: Problem, index: int, candidates: Sequence[Candidate], gpu_worker: Workers | None) -> Ranking:
-    """Order the candidates for problem number `index`; finalists are measured again, interleaved."""
-    order = sorted(candidates, key=lambda candidate: candidate.us(index))
+def rank_all(
+    problems: Sequence[Problem], candidates: Sequence[Candidate], gpu_worker: Workers | None
+) -> tuple[Ranking, ...]:
+    """A ranking for each bucket: the store cannot tell the problems in one apart, so they get one winner."""
+    found: dict[Bucket, dict[int, Problem]] = {}
+    for index, problem in enumerate(problems):
+        found.setdefault(problem.bucket, {})[index] = problem
+    return tuple(rank(each, candidates, gpu_worker) for each in found.values())
+
+
+def rank(problems: Mapping[int, Problem], candidates: Sequence[Candidate], gpu_worker: Workers | None) -> Ranking:
+    """Order the candidates for these problems; finalists are measured again, interleaved."""
+
+    def us(candidate: Candidate) -> float:
+        return candidate.us(*problems)
+
+    order = sorted(candidates, key=us)
     if not order:
-        return Ranking(problem, (), False)
-    near = [c for c in order if c.us(index) <= FINAL_FACTOR * order[0].us(index)][:MAX_FINALISTS]
+        return Ranking(problems, (), False)
+    near = [c for c in order if us(c) <= FINAL_FACTOR * us(order[0])][:MAX_FINALISTS]
     rest = tuple(c for c in order if c not in near)
     if gpu_worker is not None and len(near) > 1:
-        variants = [candidate.variant for candidate in near]
+        near = sorted(_measured_again(near, problems, gpu_worker), key=us)
+    best = near[0]
+    tied = [candidate for candidate in near if _same(best, candidate, problems)]
+    winner = min(tied, key=lambda candidate: candidate.weight)
+    others = tuple(candidate for candidate in near if candidate is not winner)
+    return Ranking(problems, (winner, *others, *rest), len(tied) > 1)
+
+
+def _measured_again(near: list[Candidate], problems: Mapping[int, Problem], gpu_worker: Workers) -> list[Candidate]:
+    """With new times where all could be measured."""
+    variants = [candidate.variant for candidate in near]
+    for index, problem in problems.items():
         again = gpu_worker.outcome(gpu_worker.submit(FINALS_TIMEOUT_S, remeasure, variants, problem))
         if not isinstance(again, Failure):
             near = [_with_time(candidate, index, m) for candidate, m in zip(near, again, strict=True)]
-            near.sort(key=lambda candidate: candidate.us(index))
-    best = near[0]
-    tied = [candidate for candidate in near if _same(best, candidate, index)]
-    winner = min(tied, key=lambda candidate: candidate.weight)
-    others = tuple(candidate for candidate in near if candidate is not winner)
-    return Ranking(problem, (winner, *others, *rest), len(tied) > 1)
+    return near
 
 
-def _same(best: Candidate, other: Candidate, index: int) -> bool:
+def _same(best: Candidate, other: Candidate, indices: Collection[int]) -> bool:
     """Whether noise explains the difference: the two spreads overlap, or it is under 0.5 %."""
-    gap = other.us(index) - best.us(index)
+    gap, close = other.us(*indices) - best.us(*indices), 0.005 * best.us(*indices)
     if best.times is None or other.times is None:
-        return gap <= 0.005 * best.us(index)
+        return gap <= close
+    found = [Measurement.together([times[index] for index in indices]) for times in (best.times, other.times)]
     # The standard error of a median is about 1.25 sigma / sqrt(n); half the interquartile range is 0.67 sigma.
-    errors = [1.86 * m.spread_us / math.sqrt(m.samples) for m in (best.times[index], other.times[index])]
-    return gap <= max(2.0 * math.hypot(*errors), 0.005 * best.us(index))
+    errors = [1.86 * m.spread_us / math.sqrt(m.samples) for m in found]
+    return gap <= max(2.0 * math.hypot(*errors), close)
 
 
 def _with_time(candidate: Candidate, index: int, measurement: Measurement) -> Candidate:
     assert candidate.times is not None
-    times = (*candidate.times[:index], measurement, *candidate.times[index + 1 :])
-    return replace(candidate, times=times)
+    again = measurement.with_eager(candidate.times[index].eager_us)
+    return replace(candidate, times=(*candidate.times[:index], again, *candidate.times[index + 1 :]))
 
 
 def to_plain(result: Candidate | Rejection) -> dict[str, object]:
@@ -119,22 +147,24 @@ def from_plain(variant: Variant, plain: Mapping[str, Any]) -> Candidate | Reject
     )
 
 
-def entry_of(ranking: Ranking, index: int, method: Method, versions: Versions) -> Entry:
-    """The winner of a ranking as the store keeps it."""
+def entry_of(ranking: Ranking, method: Method, versions: Versions) -> Entry:
+    """The winner of a ranking as the store keeps it, with its time on the largest of the problems."""
     winner = ranking.best[0]
+    index, problem = max(ranking.problems.items(), key=lambda each: (each[1].batch, each[1].seq_kv))
     accuracy = winner.accuracy
     if winner.times is None:
         time = Timing(round(winner.predicted[index], 2), None, None)
     else:
         measured = winner.times[index]
-        time = Timing(round(measured.median_us, 2), round(measured.spread_us, 2), measured.samples)
+        eager = None if measured.eager_us is None else round(measured.eager_us, 2)
+        time = Timing(round(measured.median_us, 2), round(measured.spread_us, 2), measured.samples, eager)
     return Entry(
         spec=winner.variant.spec.tuned_as,
-        bucket=ranking.problem.bucket,
+        bucket=problem.bucket,
         family=winner.variant.family.name,
         config=winner.variant.config,
         method=method,
-        problem=ranking.problem,
+        problem=problem,
         time=time,
         accuracy=None if accuracy is None else StoredAccuracy(accuracy.max_error, accuracy.allowed),
         versions=versions,

@@ -17,7 +17,8 @@ from flashgen.spec import ELEMENT_BYTES, MAX_HEAD_DIM, Causal, Op, Spec
 GPU, PROBLEM = "h200", Problem(1, 1, 1, 1024, 1024)
 # Of features that are not just there or not.
 VALUES = {"bias": "fp32", "score_mod": "(score + (q_idx - kv_idx))", "mask_mod": "((kv_idx <= q_idx) | (kv_idx < 8))"}
-OPS: tuple[Op, ...] = get_args(Op)
+# A decode goes with some features, and with all of them at once (flashgen.coherence).
+OPS: tuple[Op, ...] = ("forward", "backward")
 
 
 def traits() -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashgen.agreement import Truth
-from flashgen.benchmark import Measurement, flops, inputs, interleaved, usual_options
+from flashgen.benchmark import Measurement, extra_memory, flops, inputs, interleaved, usual_options
 from flashgen.errors import InputError, did_you_mean
 from flashgen.mods import Mod, check_comparable, check_places, mask_mod, visible_pairs
 from flashgen.peers import PEERS, Forward
@@ -127,7 +127,7 @@ def _ready(forward: Forward, inputs: tuple[Tensor, ...], work: Work) -> tuple[Ca
     call = _timed(forward, inputs, work)
     call()
     # Of gradients with the forward before them: what that keeps is theirs.
-    return call, _extra_memory(call if work == "forward" else _timed(forward, inputs, "training"))
+    return call, extra_memory(call if work == "forward" else _timed(forward, inputs, "training"))
 
 
 def _timed(forward: Forward, inputs: tuple[Tensor, ...], work: Work) -> Call:
@@ -144,15 +144,6 @@ def _timed(forward: Forward, inputs: tuple[Tensor, ...], work: Work) -> Call:
 def _flops(spec: Spec, problem: Problem, work: Work, pairs: int) -> float:
     forward, backward = flops(spec, problem, pairs), flops(spec.backward, problem, pairs)
     return {"forward": forward, "backward": backward, "training": forward + backward}[work]
-
-
-def _extra_memory(call: Call) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 @dataclass(frozen=True)

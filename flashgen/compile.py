@@ -19,7 +19,7 @@ from flashgen.hardware import Gpu
 from flashgen.paths import write_source
 from flashgen.render import kernel_options, render
 from flashgen.resources import Resources, resources_of
-from flashgen.spec import ELEMENT_BYTES, Spec
+from flashgen.spec import KV_DTYPES, Spec
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -69,14 +69,15 @@ class Launch(NamedTuple):
     options: Mapping[str, int]
 
 
-def launches(variant: Variant, *tensors: Tensor) -> tuple[Launch, ...]:
+def launches(variant: Variant, *tensors: Tensor, **numbers: int) -> tuple[Launch, ...]:
     """What a call on these tensors launches, in order.
 
     Args:
         variant: what to run.
         tensors: q, k, v and o; of a backward also the gradients do, dq, dk and dv. On the "meta" device as well.
+        numbers: what else the generated `plan` takes; of decode num_splits.
     """
-    planned = module_of(variant).plan(*tensors)
+    planned = module_of(variant).plan(*tensors, **numbers)
     if len(variant.family.kernels) == 1:
         return (Launch("kernel", *planned),)
     return tuple(Launch(*each) for each in planned)
@@ -154,17 +155,23 @@ def _gluon_source(kernel: Any, blocks: Mapping[str, list[int]], spec: Spec, opti
     return GluonASTSource(kernel, ordered, constexprs=constants)
 
 
-_TYPES = {"fp8": "fp8e4nv"}  # Triton's names, where they differ
+_TYPES = {"fp8": "fp8e4nv", "int8": "i8"}  # Triton's names, where they differ
 # Pointers to contiguous fp32, whatever the spec's dtype; all but the last are allocated by us, thus aligned.
 FLOAT_POINTERS = ("LSE", "WORKSPACE", "DLSE")
 # Of a bias and its gradient the spec has the type.
 _MODIFIER_POINTERS = {
     "ALIBI_SLOPES": "*fp32", "BIAS": None, "DBIAS": None, "MASK": "*u8", "SEGMENT_IDS_Q": "*i32",
     "SEGMENT_IDS_KV": "*i32", "DROPOUT_SEED": "*i64", "SINKS": "*fp32", "DESCALE_Q": "*fp32", "DESCALE_K": "*fp32",
-    "DESCALE_V": "*fp32", "CU_SEQLENS_Q": "*i32", "CU_SEQLENS_K": "*i32", "SEQUSED_K": "*i32",
+    "DESCALE_V": "*fp32", "CU_SEQLENS_Q": "*i32", "CU_SEQLENS_K": "*i32", "SEQUSED_K": "*i32", "COUNTERS": "*i32",
+    "CACHE_SEQLENS": "*i32", "BLOCK_TABLE": "*i32",
 }  # fmt: skip
 
 _MOD_TYPES = {"int32": "i32", "int64": "i64", "bool": "u8"}
+
+
+def _dtype(stride: str, spec: Spec) -> str:
+    """Element type of the tensor of this stride: its name begins with that of the tensor."""
+    return {"o": spec.out_dtype, "k": spec.kv_dtype, "v": spec.kv_dtype}.get(stride[len("stride_")], spec.dtype)
 
 
 def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: bool) -> Any:
@@ -186,8 +193,7 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
         elif parameter.annotation_type:
             signature[name] = parameter.annotation_type
             if aligned and name.startswith("stride_"):
-                dtype = spec.out_dtype if name.startswith("stride_o") else spec.dtype
-                attributes[(index,)] = [["tt.divisibility", 16 // ELEMENT_BYTES[dtype]]]
+                attributes[(index,)] = [["tt.divisibility", 16 // KV_DTYPES[_dtype(name, spec)].itemsize]]
         elif name.startswith("MOD"):
             element = spec.tensors[int(name[3:])][0]
             signature[name] = "*" + _MOD_TYPES.get(element, element)
@@ -197,7 +203,7 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
             if options.get("DENSE") and name in ("BIAS", "DBIAS", "MASK"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            dtype = spec.out_dtype if name == "O" else spec.dtype
+            dtype = _dtype(f"stride_{name.lower()}", spec)
             signature[name] = "*fp32" if name in FLOAT_POINTERS else f"*{_TYPES.get(dtype, dtype)}"
             if name in FLOAT_POINTERS[:2] or (aligned and name != "DLSE"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
@@ -208,25 +214,33 @@ def _source(kernel: Any, spec: Spec, options: Mapping[str, int], *, aligned: boo
 WHOLE, RAGGED = 128, 127
 
 
-def kernel_resources(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOLE, group: int = 1) -> Resources:
+def kernel_resources(
+    variant: Variant, gpu: Gpu, kernel: str, seq_kv: int = WHOLE, group: int = 1, rows: int = WHOLE
+) -> Resources:
     """Compile one kernel as contiguous tensors would launch it, and report; the task that child processes run.
 
-    `group`: query heads that share a K/V head.
+    `group`: query heads that share a K/V head; `rows` of each; `seq_kv` of a cache in pages: the tokens of one.
     """
     spec = variant.spec
     aligned = all(width * spec.element_bytes % 16 == 0 for width in (spec.head_dim, spec.head_dim_v))
     (q, o), (k, v) = (
         [torch.empty(1, heads, seq, width, device="meta") for width in (spec.head_dim, spec.head_dim_v)]
-        for heads, seq in ((group, WHOLE), (1, seq_kv))
+        for heads, seq in ((group, rows), (1, seq_kv))
     )
-    tensors = (q, k, v, o) if spec.op == "forward" else (q, k, v, o, o, q, k, v)
-    scores = q.new_empty(1, group, WHOLE, seq_kv)
+    tensors: tuple[Tensor, ...] = (q, k, v, o) if spec.op != "backward" else (q, k, v, o, o, q, k, v)
+    scores = q.new_empty(1, group, rows, seq_kv)
     strided = [scores for name in ("bias", "mask") if name in spec.features]
     slopes = [q.new_empty(1, group)] if spec.alibi else []
-    descales = {"tensor": [], "head": [scores[:, :, 0, 0]] * 3, "block": [scores[:, :, :1, 0]] * 3}[spec.descale]
+    descales = {"head": [scores[:, :, 0, 0]] * 3, "block": [scores[:, :, :1, 0]] * 3}.get(spec.descale, [])
     gradient = [scores] if spec.op == "backward" and "bias" in spec.features else []
     tensors = (*tensors, *descales, *gradient, *slopes, *strided)
-    options = next(each.options for each in launches(variant, *tensors) if each.kernel == kernel)
+    numbers = {}
+    if spec.op == "decode":
+        # Of the others only the number of dimensions counts.
+        others = variant.family.derived(spec)["planned"][4:]  # type: ignore[index]
+        tensors = (q, k, v, o, *({"k_new": k, "v_new": v}.get(name, scores[..., 0]) for name in others))
+        numbers = {"num_splits": 1}
+    options = next(each.options for each in launches(variant, *tensors, **numbers) if each.kernel == kernel)
     return resources_of(compile_kernel(variant, gpu, kernel=kernel, options=options, aligned=aligned))
 
 

@@ -72,27 +72,37 @@ def descales_from(
 
 
 def _judged(name: str, value: object, like: Tensor, whole: tuple[int, int, int], blocks: bool) -> Number:
+    return judged(
+        f"descale_{name}", value, like, [(), whole[1:2], whole[:2], *([whole] if blocks else [])],
+        f"a head, a head of one of the batch{f', or a block of {BLOCK} tokens' if blocks else ''}",
+    )  # fmt: skip
+
+
+def judged(name: str, value: object, like: Tensor, allowed: list[tuple[int, ...]], words: str) -> Number:
+    """One descale, of a shape that broadcasts to the one of `allowed` with its rank; `words` say what these stand for.
+
+    Raises:
+        InputError: it is something else.
+    """
     if value is None:
         return 1.0
     if not isinstance(value, Tensor):
         # As with the scale, what products of three of them can be must fit into fp32.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 2.0**60:
             raise InputError(
-                f"descale_{name} must be None, an fp32 tensor or a number from 0 to {2.0**60:.1e}, but got {value!r}."
+                f"{name} must be None, an fp32 tensor or a number from 0 to {2.0**60:.1e}, but got {value!r}."
             )
         return float(value)
     if value.dtype != torch.float32 or value.device != like.device:
         raise InputError(
-            f"descale_{name} must be float32 on q's device {like.device}, but got {value.dtype} on {value.device}. "
+            f"{name} must be float32 on q's device {like.device}, but got {value.dtype} on {value.device}. "
             "Use value.to(q.device, torch.float32)."
         )
-    allowed = [(), whole[1:2], whole[:2], *([whole] if blocks else [])]
-    wanted = allowed[value.dim()] if value.dim() < len(allowed) else None
+    wanted = next((shape for shape in allowed if len(shape) == value.dim()), None)
     if wanted is None or any(size not in (1, most) for size, most in zip(value.shape, wanted, strict=True)):
         listed = ", ".join(str(list(shape)) for shape in allowed)
         raise InputError(
-            f"descale_{name} must broadcast to one of {listed}, but got {list(value.shape)}: one number for all of it, "
-            f"a head, a head of one of the batch{f', or a block of {BLOCK} tokens' if blocks else ''}."
+            f"{name} must broadcast to one of {listed}, but got {list(value.shape)}: one number for all of it, {words}."
         )
     return value
 

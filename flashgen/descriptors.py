@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -142,16 +143,38 @@ def _past_descriptors(bound: Any) -> Callable[[Described, int], list[Any]] | Non
 
 
 _zeros: dict[tuple[int, int], Tensor] = {}
+# Zeros for captured graphs, by device: what is left of the last of them; and all zeros that were made, which stay.
+RESERVE = 2**18
+_left: dict[int, Tensor] = {}
+_reserves: list[Tensor] = []
+_reserving = threading.Lock()
 
 
 def zero_of(device: int, stream: int) -> Tensor:
-    """The 0 from which kernels of a stream, one after the other, count tiles, and which each of them restores.
+    """The 0 from which kernels of a stream, one after the other, count tiles, and which each of them restores."""
+    return zeros_of(device, stream, 1)
 
-    A captured graph has its own: it may be replayed on another stream, beside this one's kernels.
+
+def zeros_of(device: int, stream: int, count: int) -> Tensor:
+    """At least as many zeros, which kernels of a stream, one after the other, count with and restore.
+
+    A captured graph has its own: it may be replayed on another stream, beside this one's kernels. They come from a
+    reserve that was filled before, since filling them would be one more kernel in every replay.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, stream)
-    if key not in _zeros:
-        _zeros[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _zeros[key]
+        with _reserving:
+            left = _left.get(device)
+            if left is None or len(left) < count:
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            _left[device] = left[count:]
+            return left[:count]
+    if len(_left.get(device, ())) < RESERVE // 2:
+        with _reserving:
+            _left[device] = torch.zeros(RESERVE, dtype=torch.int32, device=device)
+            _reserves.append(_left[device])
+    known = _zeros.get((device, stream))
+    if known is None or len(known) < count:
+        # Twice as many each time, and kept: a graph may have been captured with those that an eager call was given.
+        known = _zeros[device, stream] = torch.zeros(1 << (count - 1).bit_length(), dtype=torch.int32, device=device)
+        _reserves.append(known)
+    return known

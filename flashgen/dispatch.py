@@ -15,6 +15,7 @@ from flashgen.errors import InputError
 from flashgen.expressions.given import written
 from flashgen.gradients import forget as forget_gradients
 from flashgen.gradients import remember
+from flashgen.kvcache import forget as forget_kvcache
 from flashgen.modified import attend as attend_modified
 from flashgen.modified import forget as forget_modified
 from flashgen.modifiers import Options, modifiers_from
@@ -183,6 +184,7 @@ def forget() -> None:
     forget_selections()
     forget_gradients()
     forget_modified()
+    forget_kvcache()
     _plans.clear()
 
 

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.benchmark import Measurement, inputs, interleaved, sample, usual_modifiers
+from flashgen.benchmark import Measurement, inputs, interleaved, kv_bytes, sample, usual_modifiers
 from flashgen.check import Accuracy, Launch, check
+from flashgen.check_decode import SCRATCH, check_decode
+from flashgen.decode_inputs import rotating_inputs
 from flashgen.families import Variant
-from flashgen.launch import arguments_of, bind, laid_out, launcher, workspace_size
+from flashgen.graphs import Replayed, in_turns, served
+from flashgen.launch import arguments_of, bind, laid_out, launcher, scratch_for, split_for, workspace_size
 from flashgen.problem import Problem
 from flashgen.reference import tiled_attention
 from flashgen.space import Rejection
@@ -28,11 +31,21 @@ class Evaluation:
     times: tuple[Measurement, ...]
 
 
-@functools.lru_cache(maxsize=16)
-def _tensors(spec: Spec, problem: Problem) -> dict[str, Tensor | float | None]:
-    """What a launch takes, but for the workspace; allocated once, shared by all candidates of a spec."""
+Given = dict[str, Tensor | float | None]
+
+
+@functools.lru_cache(maxsize=1)
+def _of(spec: Spec) -> Callable[[Problem], list[Given]]:
+    """What launches take, but for the workspace; allocated once, shared by all candidates of a spec."""
+    if spec.op == "decode":
+        return functools.cache(lambda problem: rotating_inputs(spec, problem, "cuda"))
+    return functools.cache(lambda problem: [_tensors(spec, problem)])
+
+
+def _tensors(spec: Spec, problem: Problem) -> Given:
+    """What one launch takes that is no decode."""
     q, k, v = inputs(spec, problem, "cuda")
-    given: dict[str, Tensor | float | None] = {"q": q, "k": k, "v": v, "scale": spec.head_dim**-0.5}
+    given: Given = {"q": q, "k": k, "v": v, "scale": spec.head_dim**-0.5}
     modifiers = usual_modifiers(spec, problem, q)
     given |= dict(zip(spec.modifiers, modifiers.arguments(spec.causal), strict=True))
     if spec.op == "forward":
@@ -46,14 +59,29 @@ def _tensors(spec: Spec, problem: Problem) -> dict[str, Tensor | float | None]:
     return {**given, "o": o, "lse": lse, "do": torch.randn_like(o), "dlse": None, **results}
 
 
-def _call(variant: Variant, problem: Problem) -> Callable[[], None]:
-    """One launch of a variant on a problem, everything bound."""
-    given = _tensors(variant.spec, problem)
-    views = [given[name] for name in laid_out(variant.spec)]
-    bound = bind(variant, *(tensor for tensor in views if isinstance(tensor, Tensor)))
+def _calls(variant: Variant, problem: Problem) -> list[Callable[[], None]]:
+    """Launches of a variant on a problem, everything bound; of a decode one for each of several caches."""
+    several = _of(variant.spec)(problem)
+    given = several[0]
+    views = [tensor for name in laid_out(variant.spec) if isinstance(tensor := given[name], Tensor)]
+    if variant.spec.op == "decode":
+        split = split_for(variant, *views)
+        scratch = dict(zip(SCRATCH, scratch_for(split, views[0].device), strict=True))
+        several = [{**each, **scratch} for each in several]
+        bound = bind(variant, *views, num_splits=split.splits)
+    else:
+        bound = bind(variant, *views)
     if variant.spec.op == "backward":
-        given = {**given, "workspace": _workspace(variant, given["q"])}
-    return functools.partial(bound, *(given[name] for name in arguments_of(variant.spec)))
+        several = [{**given, "workspace": _workspace(variant, given["q"])}]
+    names = arguments_of(variant.spec)
+    return [functools.partial(bound, *(each[name] for name in names)) for each in several]
+
+
+def _timed(variant: Variant, problem: Problem, repeat_ms: int) -> Measurement:
+    calls = _calls(variant, problem)
+    if variant.spec.op == "decode":
+        return served(calls, kv_bytes(variant.spec, problem), repeat_ms)
+    return Measurement.of(sample(calls[0], warmup_ms=5, repeat_ms=repeat_ms))
 
 
 def _workspace(variant: Variant, q: object) -> Tensor:
@@ -64,6 +92,8 @@ def _workspace(variant: Variant, q: object) -> Tensor:
 def checked(variant: Variant) -> Accuracy | Rejection:
     """Check a variant's numbers on this machine's GPU."""
     launch = launcher(variant)
+    if variant.spec.op == "decode":
+        return check_decode(launch, variant.spec, "cuda")
     if variant.spec.op == "forward":
         return check(launch, variant.spec, "cuda")
 
@@ -85,11 +115,14 @@ def evaluate(variant: Variant, problems: Sequence[Problem], repeat_ms: int = 20)
     accuracy = checked(variant)
     if isinstance(accuracy, Rejection):
         return accuracy
-    times = [sample(_call(variant, problem), warmup_ms=5, repeat_ms=repeat_ms) for problem in problems]
-    return Evaluation(accuracy, tuple(map(Measurement.of, times)))
+    return Evaluation(accuracy, tuple(_timed(variant, problem, repeat_ms) for problem in problems))
 
 
 def remeasure(variants: Sequence[Variant], problem: Problem, rounds: int = 4) -> tuple[Measurement, ...]:
     """Time finalists of one spec on one problem in shuffled rounds, so that order and clocks favour none."""
-    calls = {str(number): _call(variant, problem) for number, variant in enumerate(variants)}
-    return tuple(interleaved(calls, rounds=rounds).values())
+    calls = {str(number): _calls(variant, problem) for number, variant in enumerate(variants)}
+    if variants[0].spec.op != "decode":
+        return tuple(interleaved({name: first for name, (first,) in calls.items()}, rounds=rounds).values())
+    size = kv_bytes(variants[0].spec, problem)
+    graphs = {name: Replayed(in_turns(each, size)) for name, each in calls.items()}
+    return tuple(interleaved(graphs, rounds=rounds, take=Replayed.sample).values())

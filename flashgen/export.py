@@ -42,6 +42,10 @@ def export(spec: Spec, problem: Problem, gpu: Gpu, path: Path, family: str | Non
 
 def write(variant: Variant, path: Path) -> None:
     """Write one variant with an `attention()` function and a self-check; atomically."""
+    if variant.spec.op == "decode":
+        raise UnsupportedError(
+            "an exported file takes no cache yet; `flashgen show --source` prints the kernel with its launch."
+        )
     missing = [name for name in variant.spec.features if name not in EXPORTED]
     if missing:
         raise UnsupportedError(

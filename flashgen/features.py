@@ -20,11 +20,15 @@ MODIFIERS = {
     "varlen": ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "total_q", "total_k"),
 }
 FEATURES = tuple(MODIFIERS)
+# Of decode, whose sequences of queries only lie behind each other; and what else such a spec may have.
+SERVED = ("softcap", "alibi", "window", "sinks", "varlen")
+SERVED_LENGTHS = ("cu_seqlens_q", "total_q")
+SERVING = ("paged", "appended", "cache")
 # What fp8 inputs are multiplied by, which kernels take before all modifiers.
 DESCALES = ("descale_q", "descale_k", "descale_v")
 EXPRESSIONS = ("score_mod", "mask_mod")
 # Files leave out what a spec does not have.
-OPTIONAL = (*FEATURES, "mod_tensors", "descale")
+OPTIONAL = (*FEATURES, "mod_tensors", "descale", *SERVING)
 
 
 def digest(text: str) -> str:

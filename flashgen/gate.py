@@ -10,7 +10,7 @@ from flashgen.workers import Failure
 
 # Bytes of stack a thread may spill before a candidate is not worth timing. The backward's dK and dV spill around their
 # loop more than inside: 664 bytes cost 9 % on an H200, where the best tile of head_dim 128 has 168.
-MAX_STACK = {"forward": 256, "backward": 1024}
+MAX_STACK = {"forward": 256, "backward": 1024, "decode": 256}
 
 
 def judge(variant: Variant, gpu: Gpu, outcome: tuple[Resources, ...] | Failure) -> Rejection | None:

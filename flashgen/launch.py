@@ -6,7 +6,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from torch import Tensor
 from flashgen import descriptors
 from flashgen.bound import Bound, Run, with_spare
 from flashgen.compile import Launch, compile_kernel, launches, module_of
-from flashgen.errors import UnsupportedError
+from flashgen.errors import InputError, UnsupportedError
 from flashgen.families import Variant
+from flashgen.families.serving import MAX_SPLITS, planned
 from flashgen.features import DESCALES
 from flashgen.hardware import gpu_of
 from flashgen.spec import Spec
@@ -28,6 +29,7 @@ MAX_GRID = 2**31 - 1
 _ARGUMENTS = {
     "forward": ("q", "k", "v", "o", "lse"),
     "backward": ("q", "k", "v", "o", "lse", "do", "dlse", "dq", "dk", "dv"),
+    "decode": ("q", "k", "v", "o", "lse", "workspace", "counters", "cache_seqlens"),
 }
 _LAID_OUT = {"forward": ("q", "k", "v", "o"), "backward": ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
 # Modifiers, and the gradient of one, that kernels read by strides of their own.
@@ -40,12 +42,15 @@ def arguments_of(spec: Spec) -> tuple[str, ...]:
     named = _ARGUMENTS[spec.op]
     if spec.op == "backward":
         named += ("dbias", "workspace") if "bias" in spec.features else ("workspace",)
+    named += ("block_table",) * spec.paged + ("k_new", "v_new") * spec.appended
     return (*named, *spec.modifiers, "scale")
 
 
 @functools.cache
 def laid_out(spec: Spec) -> tuple[str, ...]:
     """Those whose layout a kernel is bound to; the others are contiguous, or numbers."""
+    if spec.op == "decode":
+        return planned(spec)
     strided = _STRIDED if spec.descale == "tensor" else (*_STRIDED, *DESCALES)
     return (*_LAID_OUT[spec.op], *(name for name in arguments_of(spec) if name in strided))
 
@@ -58,12 +63,13 @@ def _bound(variant: Variant, device: int, launch: Launch, aligned: bool) -> Boun
     return Bound(loaded(variant, launch.kernel, device, tuple(sorted(launch.options.items())), aligned), device, launch)
 
 
-def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
+def bind(variant: Variant, *tensors: Tensor, num_splits: int = 1) -> Callable[..., None]:
     """Compile (once) and load a variant for tensors of these shapes, strides, alignment and device.
 
     Args:
         variant: what to run; its spec must be that of the tensors.
         tensors: `laid_out` of the variant's spec; those [batch, heads, seq, head_dim] with contiguous rows.
+        num_splits: of decode, how many programs share the keys of a row (`split_for`).
 
     Returns:
         a function of `arguments_of` that launches every kernel, in order.
@@ -73,19 +79,21 @@ def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
         whatever Triton raises when the variant does not compile or fit.
     """
     device = tensors[0].device.index
-    aligned = is_aligned(*tensors[: len(_LAID_OUT[variant.spec.op])])
+    spec = variant.spec
+    aligned = is_aligned(*tensors[: 4 + 2 * spec.appended if spec.op == "decode" else len(_LAID_OUT[spec.op])])
     if variant.family.aligned and not aligned:
         raise UnsupportedError(f"{variant.slug} needs rows that start on 16-byte boundaries.")
-    planned = launches(variant, *tensors)
-    for each in planned:
+    numbers = {"num_splits": num_splits} if spec.op == "decode" else {}
+    calls = launches(variant, *tensors, **numbers)
+    for each in calls:
         if each.grid[0] > MAX_GRID:
             raise UnsupportedError(
                 f"the call needs {each.grid[0]} blocks of {variant.slug}'s {each.kernel}, one launch has at most "
                 f"{MAX_GRID}. Split the batch."
             )
     described = hasattr(module_of(variant), "BLOCKS")
-    if variant.spec.op == "forward":
-        bound = _bound(variant, device, planned[0], aligned)
+    if spec.op != "backward":
+        bound = _bound(variant, device, calls[0], aligned)
         return descriptors.forward(bound, tensors, counts=variant.config["schedule"] == 2) if described else bound
 
     def run_of(launch: Launch) -> Run:
@@ -103,7 +111,7 @@ def bind(variant: Variant, *tensors: Tensor) -> Callable[..., None]:
 
     if described and 0 in (tensors[0].numel(), tensors[1].numel()):
         return _clear
-    runs = [(complete(each), _pick(variant, each.kernel)) for each in planned]
+    runs = [(complete(each), _pick(variant, each.kernel)) for each in calls]
 
     def launch_all(*arguments: Tensor | float | None) -> None:
         for run, pick in runs:
@@ -177,15 +185,62 @@ def _loaded(
         return compiled
 
 
+class Split(NamedTuple):
+    """How the keys of a decode are shared, and what its kernel needs for that.
+
+    Attributes:
+        splits: programs that share the keys of a row.
+        workspace: fp32 numbers of scratch memory; what is left in it does not matter.
+        counters: int32 numbers, 0 before the kernel and after it (`flashgen.descriptors.zeros_of`).
+    """
+
+    splits: int
+    workspace: int
+    counters: int
+
+
+def split_for(variant: Variant, *tensors: Tensor, num_splits: int | None = None, multiprocessors: int = 0) -> Split:
+    """How a decode of `laid_out` tensors is split: as the caller says, or so that its programs fill their GPU, or one
+    of so many multiprocessors.
+
+    Raises:
+        InputError: more splits than the kernel has room for, or none.
+    """
+    module = module_of(variant)
+    named = dict(zip(laid_out(variant.spec), tensors, strict=True))
+    sized = [named[name] for name in ("q", "k", "block_table") if name in named]
+    if num_splits is not None and (type(num_splits) is not int or not 1 <= num_splits <= MAX_SPLITS):
+        raise InputError(f"num_splits must be from 1 to {MAX_SPLITS}, or None, but got {num_splits!r}.")
+    if num_splits is None:
+        num_splits = module.split_count(*sized, multiprocessors or gpu_of(tensors[0].device.index).num_sms)
+    return Split(num_splits, *module.workspace_size(*sized, num_splits))
+
+
 def launcher(variant: Variant) -> Callable[..., None]:
-    """A function of `arguments_of` that binds on every call; for checking and timing one variant on many layouts."""
+    """A function of `arguments_of` that binds on every call; for checking and timing one variant on many layouts.
+
+    That of a decode takes neither workspace nor counters, and may take num_splits.
+    """
     names = arguments_of(variant.spec)
     pick = operator.itemgetter(*(names.index(name) for name in laid_out(variant.spec)))
 
     def launch(*arguments: Tensor | float | None) -> None:
         bind(variant, *pick(arguments))(*arguments)
 
-    return launch
+    def launch_split(*arguments: Tensor | float | None, num_splits: int | None = None) -> None:
+        given = [*arguments[:5], None, None, *arguments[5:]]
+        split = split_for(variant, *pick(given), num_splits=num_splits)
+        given[5:7] = scratch_for(split, given[0].device)  # type: ignore[union-attr]
+        bind(variant, *pick(given), num_splits=split.splits)(*given)
+
+    return launch_split if variant.spec.op == "decode" else launch
+
+
+def scratch_for(split: Split, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Workspace and counters for launches on the current stream of a device."""
+    workspace = torch.empty(split.workspace, dtype=torch.float32, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return workspace, descriptors.zeros_of(device.index, stream, split.counters)
 
 
 def workspace_size(variant: Variant, q: Tensor) -> int:

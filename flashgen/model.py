@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flashgen.decode_inputs import as_split
 from flashgen.families import Variant
 from flashgen.families.family import Tile
 from flashgen.families.hopper_fwd import packed_heads
@@ -75,6 +76,7 @@ def predict_us(variant: Variant, resources: Sequence[Resources], problem: Proble
     """
     compiled = dict(zip(variant.family.kernels, resources, strict=True))
     loops = variant.family.tiles(variant.spec, variant.config)
+    problem = as_split(variant, problem, gpu) if variant.spec.op == "decode" else problem
     narrow = variant.config.get("index_bits") == 32
     dram_us = _dram_us(variant.spec, problem, gpu)
     if variant.family.by_hand:

@@ -93,7 +93,7 @@ def _package(known: Mapping[str, str], open_side: int | None, *modules: str) -> 
     """
 
     def make(q: Tensor, k: Tensor, v: Tensor, causal: bool, options: Mapping[str, Any]) -> Forward:
-        flash_attn_func = _imported(*modules).flash_attn_func
+        flash_attn_func = imported(*modules).flash_attn_func
         check_known(options, set(known))
         given = {known[name]: value for name, value in options.items()}
         if "window" in options:
@@ -113,7 +113,7 @@ def _package(known: Mapping[str, str], open_side: int | None, *modules: str) -> 
     return make
 
 
-def _imported(*names: str) -> Any:
+def imported(*names: str) -> Any:
     """The first of these modules that is installed.
 
     Raises:

@@ -20,7 +20,12 @@ _planning = threading.Lock()
 
 
 def select_and_bind(
-    spec: Spec, problem: Problem, family: str | None, views: Sequence[Tensor], nothing: bool
+    spec: Spec,
+    problem: Problem,
+    family: str | None,
+    views: Sequence[Tensor],
+    nothing: bool,
+    bind: Callable[..., Callable[..., None]] = bind,
 ) -> tuple[Selection, Callable[..., None] | None, bool]:
     """Choose, compile and bind; a tuned variant that this machine cannot compile or load gives way to the default.
 
@@ -29,6 +34,7 @@ def select_and_bind(
         family: only this kernel family, or an error; None chooses.
         views: what the kernels are bound to (flashgen.launch.laid_out), all of them as if the layout were "bhsd".
         nothing: whether there is nothing to launch.
+        bind: as `flashgen.launch.bind`.
 
     Returns:
         the selection; the bound kernels, None where there is nothing to launch; and whether both hold for later calls.

@@ -17,13 +17,14 @@ def next_power_of_2(n: int) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes of one call; lengths in tokens."""
+    """The sizes of one call; lengths in tokens; `page_size` of a cache in pages, 0 where there is none."""
 
     batch: int
     heads: int
     kv_heads: int
     seq_q: int
     seq_kv: int
+    page_size: int = 0
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
@@ -39,6 +40,11 @@ class Problem:
     def bucket(self) -> Bucket:
         """What the store keys on: lengths rounded up to powers of two, so that new lengths need no new tuning."""
         return Bucket(next_power_of_2(max(1, self.seq_q)), next_power_of_2(max(1, self.seq_kv)))
+
+    @property
+    def stated(self) -> dict[str, int]:
+        """Its sizes by name; without that of pages where there are none."""
+        return {name: size for name, size in vars(self).items() if size or name != "page_size"}
 
     def visible_pairs(self, causal: str) -> int:
         """How many (row, key) pairs are computed, over the batch and all heads."""

@@ -18,6 +18,7 @@ from flashgen.untrusted import check_number, count, mapping, scalar, shown, text
 Method = Literal["measured", "estimated"]
 
 _ENTRY_KEYS = ("spec", "bucket", "family", "config", "method", "problem", "time_us", "error", "versions")
+_TIMES = ("median", "spread", "samples", "eager")
 _GPU_KEYS = ("name", "backend", "capability", "num_sms", "shared_per_block")
 
 
@@ -29,11 +30,13 @@ class Timing:
         median_us: microseconds, measured or the model's estimate.
         spread_us: microseconds that the samples lie apart; None for an estimate.
         samples: how many launches were timed; None for an estimate.
+        eager_us: microseconds from one launch to the next where each is one from Python; None where the others say it.
     """
 
     median_us: float
     spread_us: float | None
     samples: int | None
+    eager_us: float | None = None
 
     def __post_init__(self) -> None:
         check_number("time_us.median", self.median_us, low=1e-9)
@@ -41,6 +44,8 @@ class Timing:
             check_number("time_us.spread", self.spread_us)
         if self.samples is not None:
             count("time_us.samples", self.samples, low=1)
+        if self.eager_us is not None:
+            check_number("time_us.eager", self.eager_us, low=1e-9)
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class Entry:
         for name, size in vars(self.bucket).items():
             if count(f"bucket.{name}", size).bit_count() != 1:
                 raise InputError(f"bucket.{name} must be a power of two, but got {shown(size)}.")
-        if min(vars(self.problem).values()) < 1:
+        if min(self.problem.stated.values()) < 1:
             raise InputError(f"a problem without any work has no fastest config, but got {self.problem}.")
         if self.method not in get_args(Method):
             raise InputError(f"method={self.method!r} is not known. {did_you_mean(str(self.method), get_args(Method))}")
@@ -131,7 +136,7 @@ class Entry:
 
     def to_plain(self) -> dict[str, object]:
         """The entry as dicts of str, int, float and None, keys in the file's order."""
-        time = {"median": self.time.median_us, "spread": self.time.spread_us}
+        time = {"median": self.time.median_us, "spread": self.time.spread_us, "eager": self.time.eager_us}
         samples = {} if self.time.samples is None else {"samples": self.time.samples}
         error = None if self.accuracy is None else asdict(self.accuracy)
         # float() and str() undo subclasses: numpy's float64, torch's version string.
@@ -141,7 +146,7 @@ class Entry:
             "family": self.family,
             "config": {name: self.config[name] for name in family_named(self.family).choices},
             "method": self.method,
-            "problem": asdict(self.problem),
+            "problem": self.problem.stated,
             "time_us": {name: float(value) for name, value in time.items() if value is not None} | samples,
             "error": error and {name: float(value) for name, value in error.items()},
             "versions": {name: value and str(value) for name, value in asdict(self.versions).items()},
@@ -155,7 +160,7 @@ class Entry:
             InputError, UnknownNameError: a key or value that cannot be right, by name.
         """
         plain = mapping("the entry", value, _ENTRY_KEYS)
-        time = mapping("time_us", plain["time_us"], ["median"], optional=["spread", "samples"])
+        time = mapping("time_us", plain["time_us"], ["median"], optional=_TIMES[1:])
         config = mapping("config", plain["config"])
         family = family_named(text("family", plain["family"]))
         return Entry(
@@ -164,8 +169,8 @@ class Entry:
             family=family.name,
             config=family.config({name: scalar(f"config.{name}", number) for name, number in config.items()}),
             method=scalar("method", plain["method"]),
-            problem=_record(Problem, "problem", plain["problem"]),
-            time=Timing(*(scalar(f"time_us.{name}", time.get(name)) for name in ("median", "spread", "samples"))),
+            problem=_record(Problem, "problem", plain["problem"], optional=["page_size"]),
+            time=Timing(*(scalar(f"time_us.{name}", time.get(name)) for name in _TIMES)),
             accuracy=None if plain["error"] is None else _record(Accuracy, "error", plain["error"]),
             versions=_record(Versions, "versions", plain["versions"]),
         )

@@ -16,9 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from flashgen.benchmark import flops
+from flashgen.benchmark import flops, kv_bytes
 from flashgen.candidates import Candidate, Ranking
 from flashgen.compare import Row
+from flashgen.problem import Problem
+from flashgen.spec import Spec
 from flashgen.tune import Outcome, Progress
 
 
@@ -72,36 +74,53 @@ def short(candidate: Candidate) -> str:
 
 
 def winners_tables(outcomes: Sequence[Outcome]) -> Iterator[Table]:
-    """One table per spec: the winner at every length, its speed, its share of the tensor peak, and the runner-up."""
+    """One table per spec: the winner at every size, its speed, its share of what binds there, and the runner-up."""
     for outcome in outcomes:
         method = outcome.request.method
         table = Table(title=f"{outcome.request.spec.label}: winners ({method})", box=SIMPLE_HEAD, title_justify="left")
-        headings = ["size", "winner", "us", "TFLOP/s", "peak", "second"]
-        for heading in headings + (["model"] if method == "measured" else []):
+        decode = outcome.request.spec.op == "decode"
+        headings = ["size", "winner", "us", "GB/s" if decode else "TFLOP/s", "peak", "second"]
+        for heading in headings + (["model", "eager us"][: 1 + decode] if method == "measured" else []):
             table.add_column(heading, justify="left" if heading == "winner" else "right", no_wrap=True)
-        for index, ranking in enumerate(outcome.rankings):
-            if ranking.best:
-                table.add_row(*_winner_cells(outcome, index, ranking))
+        for index, problem, ranking in _problems(outcome):
+            table.add_row(*_winner_cells(outcome, index, problem, ranking))
         yield table
 
 
-def _winner_cells(outcome: Outcome, index: int, ranking: Ranking) -> list[str]:
+def _problems(outcome: Outcome) -> Iterator[tuple[int, Problem, Ranking]]:
+    """Those that have a winner, with their numbers."""
+    for ranking in outcome.rankings:
+        for index, problem in ranking.problems.items() if ranking.best else ():
+            yield index, problem, ranking
+
+
+def speed(spec: Spec, problem: Problem, us: float) -> float:
+    """TFLOP/s, or of a decode GB/s of keys and values."""
+    return kv_bytes(spec, problem) / us / 1e3 if spec.op == "decode" else flops(spec, problem) / us / 1e6
+
+
+def _winner_cells(outcome: Outcome, index: int, problem: Problem, ranking: Ranking) -> list[str]:
     winner = ranking.best[0]
     microseconds = winner.us(index)
-    tflops = flops(outcome.request.spec, ranking.problem) / microseconds / 1e6
+    spec, gpu = outcome.request.spec, outcome.request.gpu
+    found = speed(spec, problem, microseconds)
+    peak, length = (gpu.dram_gbs, problem.seq_kv) if spec.op == "decode" else (gpu.tensor_tflops, problem.seq_q)
     spread = f" ± {winner.times[index].spread_us:.1f}" if winner.times is not None else ""
     runner_up = "none"
     if len(ranking.best) > 1:
         runner_up = "tie" if ranking.tie else f"{100 * (ranking.best[1].us(index) / microseconds - 1):+.1f} %"
     cells = [
-        f"{ranking.problem.batch} x {ranking.problem.seq_q}",
+        f"{problem.batch} x {length}",
         short(winner),
         f"{microseconds:.1f}{spread}",
-        f"{tflops:.0f}",
-        f"{100 * tflops / outcome.request.gpu.tensor_tflops:.0f} %",
+        f"{found:.0f}",
+        f"{100 * found / peak:.0f} %",
         runner_up,
     ]
-    return cells + ([f"{winner.predicted[index]:.1f} us"] if winner.times is not None else [])
+    if winner.times is None:
+        return cells
+    eager = winner.times[index].eager_us
+    return [*cells, f"{winner.predicted[index]:.1f} us", *([] if eager is None else [f"{eager:.1f}"])]
 
 
 def training_table(outcomes: Sequence[Outcome]) -> Table:
@@ -110,10 +129,9 @@ def training_table(outcomes: Sequence[Outcome]) -> Table:
     for heading in ("spec", "size", "forward us", "backward us", "together us", "TFLOP/s"):
         table.add_column(heading, justify="left" if heading == "spec" else "right")
     best = {
-        (outcome.request.spec, ranking.problem): ranking.best[0].us(index)
+        (outcome.request.spec, problem): ranking.best[0].us(index)
         for outcome in outcomes
-        for index, ranking in enumerate(outcome.rankings)
-        if ranking.best
+        for index, problem, ranking in _problems(outcome)
     }
     for (spec, problem), forward in best.items():
         gradient = spec.backward
@@ -142,25 +160,25 @@ def outcome_to_plain(outcome: Outcome) -> dict[str, object]:
     """One tuned spec as JSON-able data: winners with times, and refusals counted."""
     refused = Counter(f"{rejection.stage}: {rejection.kind}" for rejection in outcome.rejections)
     winners = []
-    for index, ranking in enumerate(outcome.rankings):
-        if not ranking.best:
-            continue
+    spec = outcome.request.spec
+    for index, problem, ranking in _problems(outcome):
         best = ranking.best[0]
         winners.append(
             {
-                "problem": asdict(ranking.problem),
+                "problem": problem.stated,
                 "family": best.variant.family.name,
                 "config": dict(best.variant.config),
                 "us": best.us(index),
+                "eager_us": best.times[index].eager_us if best.times is not None else None,
                 "predicted_us": best.predicted[index],
-                "tflops": flops(outcome.request.spec, ranking.problem) / best.us(index) / 1e6,
+                "gbs" if spec.op == "decode" else "tflops": speed(spec, problem, best.us(index)),
                 "tie": ranking.tie,
             }
         )
     return {
         "gpu": outcome.request.gpu.name,
         "method": outcome.request.method,
-        "spec": asdict(outcome.request.spec),
+        "spec": asdict(spec),
         "winners": winners,
         "refused": dict(refused),
         "interrupted": outcome.interrupted,

@@ -132,7 +132,7 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
     why = f"{how} ({tuned_for}), {entry.time.median_us:.1f} us {entry.method}"
     if entry.spec.tuned_as != spec.tuned_as:
         # Its time is that of another kernel.
-        lacks = " and ".join(spec.features) or f"descales of each {spec.descale}"
+        lacks = " and ".join((*spec.features, *spec.serving)) or f"descales of each {spec.descale}"
         other = f"without its {lacks}" if entry.spec == entry.spec.plain else "with other expressions"
         why = f"{how} ({tuned_for}), tuned for {entry.spec.label}, {other}"
     return Selection(
@@ -149,6 +149,9 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
 def _default(spec: Spec, bucket: Bucket, gpu: Gpu, candidates: list[Family], notes: tuple[str, ...]) -> Selection:
     refusals: list[str] = []
     op = ("" if spec.op == "forward" else f" --op {spec.op}") + (" --dtype fp8" if spec.dtype == "fp8" else "")
+    if spec.op == "decode":
+        op += " --causal false" * (spec.causal == "none") + " --page-size 64" * spec.paged
+        op += f" --cache {spec.cache}" if spec.cache != "none" else ""
     features = [name for name in spec.features if name not in ("varlen", *EXPRESSIONS)]
     also = f" --with {','.join(features)}" if features else ""
     # Expressions that read tensors cannot be written on a command line.

@@ -7,17 +7,19 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
+from flashgen.coherence import check_coherent
 from flashgen.errors import InputError, did_you_mean
-from flashgen.features import DESCALES, EXPRESSIONS, FEATURES, MODIFIERS, OPTIONAL, digest
+from flashgen.features import DESCALES, EXPRESSIONS, FEATURES, MODIFIERS, OPTIONAL, SERVED_LENGTHS, SERVING, digest
 from flashgen.tiles import MAX_TILE_WIDTH, parts_of
 
-Op = Literal["forward", "backward"]
+Op = Literal["forward", "backward", "decode"]
 DType = Literal["fp16", "bf16", "fp32", "fp8"]
 Causal = Literal["none", "bottom_right", "top_left"]
 Precision = Literal["ieee", "tf32"]
 Layout = Literal["bhsd", "bshd"]
 BiasDType = Literal["none", "fp16", "bf16", "fp32"]
-Descale = Literal["tensor", "head", "block"]
+Descale = Literal["tensor", "head", "block", "token"]
+Cache = Literal["none", "fp8", "int8"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
@@ -27,6 +29,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES: dict[torch.dtype, DType] = {value: cast(DType, key) for key, value in TORCH_DTYPES.items()}
 ELEMENT_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 1}
+# Of caches.
+KV_DTYPES: dict[str, torch.dtype] = {**TORCH_DTYPES, "int8": torch.int8}
 
 MAX_HEAD_DIM = 576
 
@@ -36,7 +40,8 @@ class Spec:
     """What a kernel computes. Every field changes the answer, so every field is part of a variant's identity.
 
     Attributes:
-        op: `"forward"`: O = softmax(Q K^T * scale) V and LSE; `"backward"`: dQ, dK and dV of it.
+        op: `"forward"`: O = softmax(Q K^T * scale) V and LSE; `"backward"`: dQ, dK and dV of it; `"decode"`: O and
+            LSE of a few rows, the last ones, over a cache of keys.
         head_dim: true, unpadded width of q and k, 1 to 576; of fp8 to 256.
         head_dim_v: true width of v and of the output, likewise.
         dtype: element type of q, k, v and the output; "fp8" is e4m3, whose output is bf16, forward only.
@@ -51,7 +56,10 @@ class Spec:
         varlen: whether sequences of different lengths lie behind each other, as `attention_varlen` takes them.
         mod_tensors: type and rank of the tensors that expressions read, such as `"fp32[1] int64[2]"`.
         descale: what has a number of its own that fp8 inputs are multiplied by: each of q, k and v ("tensor"), each of
-            their heads, or each block of tokens of a head (flashgen.descales).
+            their heads, or each block of tokens of a head (flashgen.descales); of a cache also each of its tokens.
+        paged: whether the cache is in pages, which a table names.
+        appended: whether new keys are given, which the kernel writes behind those of the cache.
+        cache: element type of a cache of 8 bits; `"none"` for one of q's type.
     """
 
     op: Op = "forward"
@@ -73,11 +81,14 @@ class Spec:
     varlen: bool = False
     mod_tensors: str = "none"
     descale: Descale = "tensor"
+    paged: bool = False
+    appended: bool = False
+    cache: Cache = "none"
 
     def __post_init__(self) -> None:
         kinds = (
             ("op", Op), ("dtype", DType), ("causal", Causal), ("precision", Precision), ("bias", BiasDType),
-            ("descale", Descale),
+            ("descale", Descale), ("cache", Cache),
         )  # fmt: skip
         for field, kind in kinds:
             value = getattr(self, field)
@@ -90,34 +101,12 @@ class Spec:
                     f"1 <= {field} <= {MAX_HEAD_DIM} must hold, but got {field}={value!r}. "
                     "Split wider heads, or use torch's scaled_dot_product_attention for them."
                 )
-        for field in FEATURES:
+        for field in (*FEATURES, *SERVING[:2]):
             wanted = str if field in _TEXTS else bool
             if type(getattr(self, field)) is not wanted:
                 what = "text" if wanted is str else "true or false"
                 raise InputError(f"{field} must be {what}, but got {getattr(self, field)!r}.")
-        self._check_fp8()
-        if self.op == "backward" and self.sinks:
-            raise InputError("sinks=True is for op='forward': a backward finds the sinks in the log-sum-exp.")
-        if self.varlen and {"bias", "mask", "segments", *EXPRESSIONS}.intersection(self.features):
-            raise InputError(
-                f"varlen=True goes with no bias, mask, segments or mods, but got {', '.join(self.features)}."
-            )
-        if self.precision == "tf32" and self.dtype != "fp32":
-            raise InputError(f"precision='tf32' is for fp32 inputs, but got dtype={self.dtype!r}.")
-
-    def _check_fp8(self) -> None:
-        if self.op == "backward" and self.dtype == "fp8":
-            raise InputError("there is no backward of fp8 inputs, but got op='backward'. Pass 16 bits.")
-        if self.wide and self.dtype == "fp8":
-            raise InputError(
-                f"fp8 inputs have heads of at most {MAX_TILE_WIDTH}, but got head_dim={self.head_dim}, "
-                f"head_dim_v={self.head_dim_v}. Pass wider ones in 16 bits."
-            )
-        if self.descale != "tensor" and (self.dtype != "fp8" or (self.varlen and self.descale == "block")):
-            raise InputError(
-                f"descale={self.descale!r} is for fp8 inputs, and blocks for those that are not varlen, but got "
-                f"dtype={self.dtype!r}, varlen={self.varlen}."
-            )
+        check_coherent(self)
 
     @property
     def block_d(self) -> int:
@@ -149,6 +138,11 @@ class Spec:
         return ELEMENT_BYTES[self.dtype]
 
     @property
+    def kv_dtype(self) -> str:
+        """Element type of keys and values, by the names of KV_DTYPES."""
+        return self.dtype if self.cache == "none" else self.cache
+
+    @property
     def out_dtype(self) -> DType:
         """Element type of the output."""
         return "bf16" if self.dtype == "fp8" else self.dtype
@@ -159,10 +153,16 @@ class Spec:
         return tuple(name for name in FEATURES if getattr(self, name) not in (False, "none"))
 
     @property
+    def serving(self) -> tuple[str, ...]:
+        """Which of SERVING it has."""
+        return tuple(name for name in SERVING if getattr(self, name) not in (False, "none"))
+
+    @property
     def modifiers(self) -> tuple[str, ...]:
         """The names of what its kernels take for its features, as flashgen.modifiers.Modifiers.arguments gives them."""
-        scaling = DESCALES if self.dtype == "fp8" else ()
-        names = [*scaling, *(name for feature in self.features for name in MODIFIERS[feature])]
+        scaling = DESCALES if self.dtype == "fp8" else () if self.cache == "none" else DESCALES[1:]
+        taken = {**MODIFIERS, "varlen": SERVED_LENGTHS} if self.op == "decode" else MODIFIERS
+        names = [*scaling, *(name for feature in self.features for name in taken[feature])]
         for index, (_, rank) in enumerate(self.tensors):
             names += [f"mod{index}", *(f"mod{index}_size_{axis}" for axis in range(rank))]
         return tuple(names)
@@ -202,8 +202,13 @@ class Spec:
 
     @property
     def plain(self) -> Spec:
-        """The same without FEATURES, fp8 with one number for each tensor."""
-        return replace(self, **_PLAIN) if self.features or self.descale != "tensor" else self
+        """The same without FEATURES and SERVING, fp8 with one number for each tensor."""
+        return replace(self, **_PLAIN)
+
+    @property
+    def plain_of_cache(self) -> Spec:
+        """The same of a cache in q's type without ragged queries: what it does to scores."""
+        return replace(self, varlen=False, cache="none", descale="tensor")
 
     @property
     def slug(self) -> str:
@@ -220,6 +225,7 @@ class Spec:
             value = getattr(self.named, name)
             own = name != "bias" or value != self.dtype
             parts.append(f"{name}_{value.removeprefix('#')}" if isinstance(value, str) and own else name)
+        parts += [f"cache_{self.cache}" if name == "cache" else name for name in self.serving]
         return "_".join(parts)
 
     @property

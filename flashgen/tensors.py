@@ -152,7 +152,7 @@ def with_features(spec: Spec, modifiers: Modifiers) -> Spec:
         mask=modifiers.mask is not None,
         segments=modifiers.segment_ids_q is not None,
         dropout=modifiers.dropout is not None,
-        sinks=modifiers.sinks is not None and spec.op == "forward",
+        sinks=modifiers.sinks is not None and spec.op != "backward",
         score_mod=modifiers.score_mod or "none",
         mask_mod=modifiers.mask_mod or "none",
         mod_tensors=" ".join(f"{name}[{rank}]" for name, rank in types_of(modifiers.mod_tensors)) or "none",

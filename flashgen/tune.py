@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from flashgen.candidates import Candidate, Method, Ranking, entry_of, from_plain, is_transient, rank, to_plain
+from flashgen.candidates import Candidate, Method, Ranking, entry_of, from_plain, is_transient, rank_all, to_plain
 from flashgen.compilations import Compilations
 from flashgen.evaluate import evaluate
 from flashgen.families import Family, Variant
@@ -36,7 +36,7 @@ class Request:
 
     Attributes:
         spec: what is computed.
-        problems: the sizes to be fast at; each gets a winner of its own.
+        problems: the sizes to be fast at; each bucket gets a winner of its own.
         gpu: the target; `method` "measured" needs it to be present.
         families: which kernels compete.
         trials: candidates to try per family.
@@ -73,7 +73,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A ranking per problem, everything that passed, and why the rest did not."""
+    """A ranking per bucket, everything that passed, and why the rest did not."""
 
     request: Request
     rankings: tuple[Ranking, ...]
@@ -84,16 +84,16 @@ class Outcome:
     def entries(self, driver: str | None) -> list[Entry]:
         """The winners as the store keeps them; empty when nothing passed."""
         return [
-            entry_of(r, i, self.request.method, current_versions(r.best[0].variant.family.name, driver))
-            for i, r in enumerate(self.rankings)
-            if r.best
+            entry_of(each, self.request.method, current_versions(each.best[0].variant.family.name, driver))
+            for each in self.rankings
+            if each.best
         ]
 
 
 def tune(
     request: Request, compilers: Workers, gpu_worker: Workers | None, observe: Callable[[Progress], None]
 ) -> Outcome:
-    """Search every family of the request and rank what passed, per problem.
+    """Search every family of the request and rank what passed, per bucket.
 
     Args:
         request: what to tune.
@@ -134,15 +134,11 @@ def tune(
         if interrupted:
             break
     try:
-        rankings = _rank_all(request, candidates, None if interrupted else gpu_worker)
+        rankings = rank_all(request.problems, candidates, None if interrupted else gpu_worker)
     except KeyboardInterrupt:
         interrupted = True
-        rankings = _rank_all(request, candidates, None)
+        rankings = rank_all(request.problems, candidates, None)
     return Outcome(request, rankings, tuple(candidates), tuple(rejections), interrupted)
-
-
-def _rank_all(request: Request, candidates: list[Candidate], gpu_worker: Workers | None) -> tuple[Ranking, ...]:
-    return tuple(rank(problem, i, candidates, gpu_worker) for i, problem in enumerate(request.problems))
 
 
 @dataclass
@@ -168,8 +164,8 @@ class _Run:
         """Compile ahead in parallel; check and time one candidate after the other."""
         ahead: deque[Variant] = deque()
         depth = 2 * self.compilers.count
-        groups = {each.heads // max(1, each.kv_heads) for each in self.request.problems}
-        compilations = Compilations(self.compilers, self.request.gpu, to_run=self.gpu_worker is not None, groups=groups)
+        request, to_run = self.request, self.gpu_worker is not None
+        compilations = Compilations(self.compilers, request.gpu, to_run=to_run, problems=request.problems)
         while True:
             while len(ahead) < depth and time.monotonic() < deadline:
                 config = self.search.ask()
@@ -242,6 +238,6 @@ _FORMAT = 2
 def _study_name(request: Request, family: Family) -> str:
     """Results are remembered for this GPU, these sizes and these versions, and for nothing else."""
     versions = current_versions(family.name)
-    about = _FORMAT, [asdict(problem) for problem in request.problems], asdict(versions), request.gpu.identity
+    about = _FORMAT, [problem.stated for problem in request.problems], asdict(versions), request.gpu.identity
     digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     return f"{request.gpu.name}/{request.method}/{digest}"

@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +19,11 @@ from torch import Tensor
 from flashgen import check
 from flashgen.cases import Case
 from flashgen.check import Launch
+from flashgen.check_decode import SCRATCH
 from flashgen.combinations import allowed, traits
 from flashgen.descales import FP8
 from flashgen.families import FAMILIES, Variant
-from flashgen.launch import arguments_of
+from flashgen.launch import arguments_of, laid_out, split_for
 from flashgen.modifiers import Modifiers
 from flashgen.paths import write_source
 from flashgen.render import render
@@ -30,8 +31,8 @@ from flashgen.space import Config
 from flashgen.spec import DTYPE_NAMES, Causal, Op, Spec
 from flashgen.tensors import with_features
 
-WORKERS = {"forward": "interpreter_worker.py", "backward": "backward_worker.py"}
-FAMILY = {"forward": "triton_fwd", "backward": "triton_bwd"}
+WORKERS = {"forward": "interpreter_worker.py", "backward": "backward_worker.py", "decode": "decode_worker.py"}
+FAMILY = {"forward": "triton_fwd", "backward": "triton_bwd", "decode": "triton_decode"}
 # Of `arguments_of` a spec: what is written.
 RESULTS = ("dq", "dk", "dv", "dbias")
 
@@ -57,19 +58,41 @@ class Interpreter:
                 # 2 * batch * heads * seq_q, padded to 128; what was left in it must not matter.
                 size = 2 * q.shape[0] * q.shape[1] * -(-q.shape[2] // 128) * 128
                 given.insert(names.index("workspace"), torch.full((size,), torch.nan))
-            assert self._process.stdin is not None and self._process.stdout is not None
-            # torch pickles no fp8: it travels as bytes.
-            sent = [each.view(torch.uint8) if getattr(each, "dtype", None) == FP8 else each for each in given]
-            pickle.dump((path, *sent), self._process.stdin)
-            self._process.stdin.flush()
-            answer = pickle.load(self._process.stdout)
-            if isinstance(answer, str):
-                pytest.fail(answer)
-            # The whole memory, so that what was written outside the view is seen too.
-            for index, result in zip(written, answer, strict=True):
-                mine = given[index]
-                if isinstance(mine, Tensor):
-                    mine.untyped_storage().copy_(result.untyped_storage())
+            self.run(path, given, [given[index] for index in written])
+
+        return launch
+
+    def run(self, path: Path, given: Sequence[object], written: Sequence[object]) -> None:
+        """Run one file on arguments; `written` are those of them that the worker answers with."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        # torch pickles no fp8: it travels as bytes.
+        sent = [each.view(torch.uint8) if isinstance(each, Tensor) and each.dtype == FP8 else each for each in given]
+        pickle.dump((path, *sent), self._process.stdin)
+        self._process.stdin.flush()
+        answer = pickle.load(self._process.stdout)
+        if isinstance(answer, str):
+            pytest.fail(answer)
+        # The whole memory, so that what was written outside the view is seen too.
+        for mine, result in zip(written, answer, strict=True):
+            if isinstance(mine, Tensor):
+                mine.untyped_storage().copy_(result.untyped_storage())
+
+    def decode_launcher(self, spec: Spec, config: Config) -> Launch:
+        """A function of `arguments_of` a decode, without workspace and counters; a GPU of two multiprocessors."""
+        variant = Variant(FAMILIES[FAMILY[spec.op]], spec, config)
+        path = write_source(render(variant, interpreter=True), variant.slug)
+        names = arguments_of(spec)
+
+        def launch(*arguments: Tensor | float | None, num_splits: int | None = None) -> None:
+            named = dict(zip((name for name in names if name not in SCRATCH), arguments, strict=True))
+            views = [each for name in laid_out(spec) if isinstance(each := named[name], Tensor)]
+            split = split_for(variant, *views, num_splits=num_splits, multiprocessors=2)
+            # What was left in the workspace must not matter.
+            named |= {"workspace": torch.full((split.workspace,), torch.nan)}
+            named |= {"counters": torch.zeros(split.counters, dtype=torch.int32)}
+            written = [named[name] for name in ("o", "lse", "k", "v", "counters")]
+            self.run(path, [*(named[name] for name in names), split.splits], written)
+            assert not named["counters"].any(), "counters are left as they were"  # type: ignore[union-attr]
 
         return launch
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashgen import benchmark
-from flashgen.benchmark import Measurement, balanced_orders, flops, inputs, interleaved
+from flashgen.benchmark import Measurement, balanced_orders, flops, geometric_mean, inputs, interleaved
 from flashgen.problem import Problem
 from flashgen.reference import visible_keys
 from flashgen.spec import TORCH_DTYPES, Spec
@@ -106,3 +106,20 @@ def test_no_place_is_always_somebodys(monkeypatch: pytest.MonkeyPatch) -> None:
     order, _ = _turns(monkeypatch, 400, 0)
     first = Counter(order[::5])
     assert all(50 < first[name] < 110 for name in "abcde")
+
+
+def test_several_measurements_together() -> None:
+    one = Measurement(8.0, 0.4, 30, 12.0)
+    assert Measurement.together([one]) == Measurement(8.0, 0.4, 30)
+    both = Measurement.together([one, Measurement(2.0, 0.0, 20)])
+    # The mean has half the relative error of its only uncertain part.
+    assert both == Measurement(4.0, 0.1, 20)
+    assert geometric_mean([3.3]) == 3.3
+
+
+def test_another_way_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(call: Callable[[], object], *, repeat_ms: int) -> list[float]:
+        return [float(str(call())), float(repeat_ms)]
+
+    found = interleaved({"a": lambda: 1, "b": lambda: 2}, rounds=2, repeat_ms=5, take=take)
+    assert found == {"a": Measurement.of([1.0, 5.0] * 2), "b": Measurement.of([2.0, 5.0] * 2)}

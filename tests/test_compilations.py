@@ -13,7 +13,12 @@ from variants import backward, hopper
 
 from flashgen import compilations as module
 from flashgen.compilations import Compilations
+from flashgen.compile import kernel_resources
+from flashgen.decode_cases import DECODE_CASES
+from flashgen.families import FAMILIES, Variant
 from flashgen.hardware import Gpu
+from flashgen.problem import Problem
+from flashgen.space import Config
 from flashgen.spec import Spec
 from flashgen.workers import Failure, Workers
 
@@ -93,7 +98,40 @@ def test_kernels_for_groups_of_heads_are_compiled_for_who_runs_them(
 ) -> None:
     log = tmp_path / "log"
     monkeypatch.setattr(module, "kernel_resources", partial(tune_tasks.compile_and_note, log, 0.0))
-    compilations = Compilations(workers, Gpu.named("h200"), to_run=True, groups={1, 4})
+    compilations = Compilations(workers, Gpu.named("h200"), to_run=True, problems=[Problem(1, 8, 2, 128, 128)])
     for pack, compiled in ((0, 2), (1, 2 + 4)):
         assert compilations.outcome(hopper(Spec(), 2, 128, 2, 1, 1, 0, 0, pack=pack)) == (tune_tasks.FITS,)
         assert len(log.read_text().splitlines()) == compiled
+
+
+DECODE = FAMILIES["triton_decode"]
+
+
+@pytest.mark.parametrize(("paged", "to_run"), [(False, False), (False, True), (True, False), (True, True)])
+def test_kernels_of_a_decode_are_compiled_for_the_rows_and_pages_of_who_runs_them(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, paged: bool, to_run: bool
+) -> None:
+    """First that for the problems, which is judged; then those for the cases that numbers are checked on."""
+    log = tmp_path / "log"
+    monkeypatch.setattr(module, "kernel_resources", partial(tune_tasks.compile_and_note_sizes, log))
+    spec, h200 = Spec("decode", causal="bottom_right", paged=paged), Gpu.named("h200")
+    problems = [Problem(batch, 32, 4, 3, 4096, 48 * paged) for batch in (1, 16)]
+    compilations = Compilations(workers, h200, to_run=to_run, problems=problems)
+    default = DECODE.default(spec, h200)
+    for blocks_per_sm in (1, 2):
+        config = Config(**{**default, "block_q": 64, "blocks_per_sm": blocks_per_sm})
+        assert compilations.outcome(Variant(DECODE, spec, config)) == (tune_tasks.FITS,)
+    sizes = [tuple(map(int, line.split())) for line in log.read_text().splitlines()]
+    page = 48 if paged else 128
+    # Three rows of a group of eight need a block of 32; the cases have blocks of 16 and of all 64.
+    assert sizes[0] == (page, 1, 32) and len(set(sizes)) == len(sizes)
+    assert {rows for _, _, rows in sizes} == ({16, 32, 64} if to_run else {32})
+    pages = {page, *(case.page_size for case in DECODE_CASES)} if paged and to_run else {page}
+    assert {size for size, _, _ in sizes} == pages
+
+
+def test_fewer_rows_are_another_kernel() -> None:
+    spec, h200 = Spec("decode", 64, 64, "bf16", "bottom_right"), Gpu.named("h200")
+    variant = Variant(DECODE, spec, DECODE.default(spec, h200))
+    few, many = (kernel_resources(variant, h200, "kernel", 128, 1, rows) for rows in (16, 64))
+    assert few.registers < many.registers and few.shared < many.shared

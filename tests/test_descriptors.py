@@ -97,3 +97,30 @@ def test_every_kernel_of_a_backward_gets_its_arguments(variant: Variant) -> None
             else:
                 tensor = dict(zip(launch.laid_out(spec), tensors, strict=True))[name]
                 assert (argument.shape, argument.strides) == (list(tensor.shape), list(tensor.stride()))
+
+
+def test_zeros_of_graphs_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a captured call counts with nobody else gets; eager calls of a stream share theirs, and nothing is freed."""
+    zeros, capturing = torch.zeros, [False]
+    monkeypatch.setattr(torch, "zeros", lambda count, dtype, device: zeros(count, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(descriptors, "RESERVE", 16)
+    for name, empty in (("_zeros", {}), ("_left", {}), ("_reserves", [])):
+        monkeypatch.setattr(descriptors, name, empty)
+    capturing[0] = True
+    assert len(descriptors.zeros_of(0, 1, 3)) == 3  # nothing was reserved yet
+    capturing[0] = False
+    eager = descriptors.zeros_of(0, 1, 3)
+    assert descriptors.zeros_of(0, 1, 4) is eager and descriptors.zeros_of(0, 2, 3) is not eager
+    larger = descriptors.zeros_of(0, 1, 5)
+    assert len(larger) >= 5 and any(each is eager for each in descriptors._reserves)
+    capturing[0] = True
+    taken = [descriptors.zeros_of(0, 1, 6) for _ in range(4)]
+    for place, each in enumerate(taken):
+        assert len(each) == 6 and not each.any()
+        each.fill_(place + 1)
+    assert [each.unique().tolist() for each in taken] == [[1], [2], [3], [4]]
+    assert not larger.any() and not eager.any()
+    capturing[0] = False
+    descriptors.zeros_of(0, 1, 5)
+    assert len(descriptors._left[0]) == 16

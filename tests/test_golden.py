@@ -18,6 +18,7 @@ import pytest
 from rendered import FOLDER, assert_formatted_and_clean, assert_golden
 from variants import (
     BACKWARD_GOLDEN,
+    DECODE_GOLDEN,
     GOLDEN,
     HOPPER_BACKWARD_FUSED_GOLDEN,
     HOPPER_BACKWARD_GOLDEN,
@@ -57,7 +58,10 @@ def test_text_is_the_golden_file(golden: Variant, request: pytest.FixtureRequest
 
 
 def test_no_golden_file_is_left_over() -> None:
-    known = (*GOLDEN, *BACKWARD_GOLDEN, *HOPPER_GOLDEN, *HOPPER_BACKWARD_GOLDEN, *HOPPER_BACKWARD_FUSED_GOLDEN)
+    known = (
+        *GOLDEN, *BACKWARD_GOLDEN, *HOPPER_GOLDEN, *HOPPER_BACKWARD_GOLDEN, *HOPPER_BACKWARD_FUSED_GOLDEN,
+        *DECODE_GOLDEN,
+    )  # fmt: skip
     assert {path.stem for path in FOLDER.glob("*.py")} == {golden.slug for golden in known}
 
 

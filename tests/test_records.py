@@ -168,3 +168,14 @@ def test_features_stand_in_a_file_only_where_there_are_any() -> None:
     wrong = {**written, "spec": {**written["spec"], "window": "yes"}}  # type: ignore[dict-item]
     with pytest.raises(InputError, match="window must be true or false, but got 'yes'"):
         Entry.from_plain(wrong)
+
+
+def test_pages_and_eager_times_stand_in_a_file_only_where_there_are_any() -> None:
+    plain = entry()
+    assert "page_size" not in str(plain.to_plain()) and "eager" not in str(plain.to_plain())
+    served = replace(plain, problem=replace(plain.problem, page_size=64), time=Timing(9.5, 0.1, 50, eager_us=14.25))
+    assert served.to_plain()["problem"]["page_size"] == 64  # type: ignore[index]
+    assert served.to_plain()["time_us"] == {"median": 9.5, "spread": 0.1, "eager": 14.25, "samples": 50}
+    assert Entry.from_plain(served.to_plain()) == served
+    with pytest.raises(InputError, match=r"time_us\.eager must be a number from 1e-09"):
+        Timing(9.5, 0.1, 50, eager_us=0.0)

@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from rich.console import Console, RenderableType
@@ -50,7 +50,7 @@ REJECTIONS = (
 
 def _outcome(*candidates: Candidate, method: str = "estimated") -> Outcome:
     request = replace(REQUEST, method=method)  # type: ignore[arg-type]
-    rankings = tuple(rank(problem, index, candidates, None) for index, problem in enumerate(PROBLEMS))
+    rankings = tuple(rank({index: problem}, candidates, None) for index, problem in enumerate(PROBLEMS))
     return Outcome(request, rankings, candidates, REJECTIONS, interrupted=False)
 
 
@@ -138,7 +138,7 @@ def test_an_outcome_as_json() -> None:
     assert Spec(**plain["spec"]) == SPEC
     assert plain["refused"] == {"rule: small tile": 12, "compile: compile: PTXASError": 1}
     first, second = plain["winners"]
-    assert first["problem"] == asdict(PROBLEMS[0]) and first["config"] == dict(FAST.config)
+    assert first["problem"] == PROBLEMS[0].stated and first["config"] == dict(FAST.config)
     assert (first["family"], first["us"], first["predicted_us"], first["tie"]) == ("triton_fwd", 100.0, 100.0, False)
     assert first["tflops"] == pytest.approx(4 * 16 * 1024 * 1024 * 256 / 100e-6 / 1e12)
     assert second["tie"] is True

@@ -11,9 +11,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "flashgen"
 MAX_FILE_LINES = 250
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
-# `attention` and `explain` take every option there is; gradients take what the forward took, what it returned and the
-# gradients of that; the operators take every option of `attention` and no defaults, and so does what they call; a layer
-# takes what its projections are made of.
+# `attention`, `attention_kvcache` and `explain` take every option there is; gradients take what the forward took, what
+# it returned and the gradients of that; the operators take every option of `attention` and no defaults, and so does
+# what they call; a layer takes what its projections are made of.
 MANY = (
     "reference_backward.py tiled_backward", "gradients.py gradients", "gradients.py _without_a_positive_scale",
     "cpu.py gradients_on_cpu", "autograd.py backward", "api.py _by_operator", "nn.py __init__", "api.py attention",
@@ -21,10 +21,11 @@ MANY = (
     "modified.py gradients", "modified.py gradients_on_gpu", "modified_autograd.py compute",
     "modified_autograd.py compute_gradients", "varlen.py gradients", "varlen_api.py attention_varlen",
     "varlen_autograd.py compute", "varlen_autograd.py backward_varlen", "varlen_api.py _attend", "varlen.py attend",
-    "fp8.py attention_fp8", "fp8.py compute",
+    "fp8.py attention_fp8", "fp8.py compute", "kvcache_api.py attention_kvcache", "kvcache_api.py _call",
+    "kvcache_autograd.py compute",
 )  # fmt: skip
 # Its body is a few lines; the rest says what every option is.
-LONG = ("api.py attention",)
+LONG = ("api.py attention", "kvcache_api.py attention_kvcache")
 
 
 def _files() -> Iterator[tuple[str, str]]:

@@ -51,6 +51,13 @@ def compile_and_note(
     return FITS
 
 
+def compile_and_note_sizes(log: Path, variant: Variant, gpu: Gpu, kernel: str, *sizes: int) -> Resources:
+    """Write down for which sizes."""
+    with log.open("a") as file:
+        file.write(" ".join(map(str, sizes)) + "\n")
+    return FITS
+
+
 def miss_a_package(variant: Variant, gpu: Gpu, kernel: str, seq_kv: int, group: int = 1) -> Resources:
     raise ModuleNotFoundError("No module named 'triton'")
 

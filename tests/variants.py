@@ -16,6 +16,7 @@ from flashgen.space import Config
 from flashgen.spec import Spec
 
 TRITON_FWD, TRITON_BWD = FAMILIES["triton_fwd"], FAMILIES["triton_bwd"]
+TRITON_DECODE = FAMILIES["triton_decode"]
 
 
 def variant(
@@ -148,3 +149,22 @@ HOPPER_BACKWARD_FUSED_GOLDEN = (
 def hopper_backward_fused_resources(which: int, gpu: Gpu) -> tuple[Resources, ...]:
     """What a golden file of `hopper_bwd_fused` compiles to."""
     return compile_resources(HOPPER_BACKWARD_FUSED_GOLDEN[which], gpu)
+
+
+def decode(spec: Spec, *numbers: int) -> Variant:
+    """A variant of `triton_decode`, its choices in their order."""
+    return Variant(TRITON_DECODE, spec, Config(**dict(zip(TRITON_DECODE.choices, numbers, strict=True))))
+
+
+# What a spec of decode can have.
+SERVED: dict[str, Any] = {
+    "softcap": True, "alibi": True, "window": True, "sinks": True, "varlen": True, "paged": True, "appended": True,
+}  # fmt: skip
+DECODE_GOLDEN = (
+    decode(Spec("decode", dtype="bf16", causal="bottom_right"), 64, 64, 4, 4, 2),
+    decode(Spec("decode", 64, 64, "fp16", paged=True), 64, 128, 8, 3, 1),
+    decode(Spec("decode", 72, 40, "bf16", "bottom_right", **SERVED), 32, 64, 4, 3, 2),
+    decode(Spec("decode", dtype="bf16", paged=True, cache="int8", descale="token"), 16, 64, 4, 3, 2),
+    decode(Spec("decode", 64, 64, "fp32", appended=True), 16, 64, 4, 2, 2),
+    decode(Spec("decode", 576, 512, "bf16", "bottom_right", paged=True), 16, 32, 8, 2, 1),
+)

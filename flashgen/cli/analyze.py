@@ -49,7 +49,7 @@ def analyze_command(gpu: str, as_json: bool, **given: Any) -> None:
         plain = {
             "gpu": target.name,
             "spec": asdict(spec),
-            "problem": asdict(problem),
+            "problem": problem.stated,
             "flash": asdict(analysis.flash),
             "standard": asdict(analysis.standard),
             "visible_pairs": analysis.visible_pairs,

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 import torch
-from click.core import ParameterSource
 
 from flashgen.cli import options
+from flashgen.cli.bench_decode import bench_decode
 from flashgen.compare import Row, compare, host_cost
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.hardware import Gpu, current_gpu, driver_version
@@ -22,15 +22,17 @@ from flashgen.plot import check_plot_path, plot
 from flashgen.report import comparison_table, stderr_console, stdout_console
 from flashgen.spec import Spec
 
+# What says nothing about a decode.
+OF_OTHERS = ("features", "mods", "seq", "tokens", "host", "plot_path")
+
 
 def _specs(gpu: Gpu, head_dim: int, given: Mapping[str, Any]) -> list[tuple[Spec, Mod | None]]:
     """What is computed, and the modifications that it is of."""
     if not given["mods"]:
         specs = options.specs_from(gpu, head_dim, None, given["dtype"], given["causal"], features=given["features"])
         return [(spec, None) for spec in specs]
-    context = click.get_current_context()
     for name, option in (("causal", "--causal"), ("features", "--with")):
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+        if options.was_given(name):
             raise InputError(f"--mods says itself what the scores go through: leave out {option}, or --mods.")
     plain = options.specs_from(gpu, head_dim, None, given["dtype"], "false")
     return [(mod.spec(spec), mod) for spec in plain for mod in MODS]
@@ -62,13 +64,21 @@ def _specs(gpu: Gpu, head_dim: int, given: Mapping[str, Any]) -> list[tuple[Spec
     "--host", is_flag=True, help="Print the CPU time of one eager call too, with its backward unless --op forward."
 )
 @click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Picture file to write.")
+@options.batch_option
+@options.seq_q_option
+@options.seq_kv_option
+@options.page_size_option
 @options.json_option
 def bench_command(as_json: bool, **given: Any) -> None:
     """Measure attention implementations side by side on this machine's GPU.
 
     Times are medians of single calls with a cold L2. An implementation that runs out of memory, refuses a shape or
-    computes something else is reported as such. Ctrl-C keeps what is measured.
+    computes something else is reported as such. Ctrl-C keeps what is measured. `--op decode` has peers and sizes of its
+    own: times are of launches in a CUDA graph that read caches in turns, beside the GPU's read bandwidth.
     """
+    options.own_options(given["op"], OF_OTHERS)
+    if given["op"] == "decode":
+        return bench_decode(as_json, given)
     if given["plot_path"] is not None:
         check_plot_path(given["plot_path"])
     gpu = current_gpu()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any, cast, get_args
 
 import click
 import torch
+from click.core import ParameterSource
 
 from flashgen.errors import InputError, did_you_mean
 from flashgen.expressions.given import judge, written
 from flashgen.features import EXPRESSIONS, FEATURES
 from flashgen.hardware import Gpu, current_gpu
 from flashgen.problem import Problem
-from flashgen.spec import MAX_HEAD_DIM, TORCH_DTYPES, Causal, DType, Op, Spec
+from flashgen.spec import MAX_HEAD_DIM, TORCH_DTYPES, Cache, Causal, DType, Op, Spec
 
 # FlashAttention's benchmark set: 16,384 tokens, heads * head_dim = 2,048.
 TOKENS = 16384
@@ -96,6 +98,7 @@ OPS: dict[str, tuple[Op, ...]] = {
     "forward": ("forward",),
     "backward": ("backward",),
     "training": ("forward", "backward"),
+    "decode": ("decode",),
 }
 CAUSAL_CHOICES = {"true": ("bottom_right",), "false": ("none",), "both": ("none", "bottom_right")}
 
@@ -111,7 +114,17 @@ kernel_dtype_option = click.option(
     "--dtype", type=DTypes(tuple(TORCH_DTYPES)), help="fp16, bf16, fp32, fp8 or several; default: bf16."
 )
 op_option = click.option("--op", type=click.Choice(list(OPS)), default="forward", show_default=True)
-causal_option = click.option("--causal", type=click.Choice(list(CAUSAL_CHOICES)), default="both", show_default=True)
+causal_option = click.option(
+    "--causal", type=click.Choice(list(CAUSAL_CHOICES)), help="Default: both, of a decode true."
+)
+OF_DECODE = ("batch", "seq_q", "seq_kv", "page_size", "cache")
+batch_option = click.option("--batch", type=IntegerList(), help="Of a decode: numbers of sequences.")
+seq_q_option = click.option("--seq-q", type=IntegerList(), help="Of a decode: new tokens of each; default: 1.")
+seq_kv_option = click.option("--seq-kv", type=IntegerList(), help="Of a decode: keys of each sequence.")
+cache_option = click.option(
+    "--cache", type=click.Choice(get_args(Cache)), default="none", help="Of a decode: type of the cache; none: q's."
+)
+page_size_option = click.option("--page-size", type=click.IntRange(16, 2**20), help="Of a decode: tokens of a page.")
 heads_option = click.option("--heads", type=Heads(), help="Heads, or heads/kv_heads; default: 2048 / head_dim.")
 with_option = click.option(
     "--with",
@@ -139,7 +152,7 @@ def specs_from(
     head_dim: int,
     head_dim_v: int | None,
     dtypes: tuple[str, ...] | None,
-    causal: str,
+    causal: str | None,
     op: str = "forward",
     features: tuple[str, ...] = (),
     mods: tuple[str | None, str | None] = (None, None),
@@ -161,14 +174,39 @@ def specs_from(
     return [
         Spec(each, head_dim, head_dim_v or head_dim, cast(DType, dtype), cast(Causal, mask), **flags(each, dtype))
         for dtype in dtypes
-        for mask in CAUSAL_CHOICES[causal]
+        for mask in CAUSAL_CHOICES[causal or ("true" if op == "decode" else "both")]
         for each in OPS[op]
     ]
 
 
-def problem_from(seq: int, heads: tuple[int, int] | None, head_dim: int, tokens: int = TOKENS) -> Problem:
-    """One problem of about `tokens` tokens."""
+def own_options(op: str, of_others: tuple[str, ...]) -> None:
+    """Refuse options, by the names of their parameters, that say nothing about what is computed."""
+    for option in click.get_current_context().command.params:
+        if option.name in (of_others if op == "decode" else OF_DECODE) and was_given(option.name):
+            raise InputError(f"{option.opts[0]} says nothing about --op {op}: leave it out.")
+
+
+def was_given(name: str) -> bool:
+    """Whether an option of the running command, by the name of its parameter, is not what it is by default."""
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
+
+
+def decode_problems(given: Mapping[str, Any], batches: tuple[int, ...], lengths: tuple[int, ...]) -> list[Problem]:
+    """Every batch with every length that the options name, or these; heads are 32 and of the keys 8."""
+    heads, kv_heads = given["heads"] or (32, 8)
+    return [
+        Problem(batch, heads, kv_heads, seq_q, seq_kv, given["page_size"] or 0)
+        for seq_q in given["seq_q"] or (1,)
+        for seq_kv in given["seq_kv"] or lengths
+        for batch in given["batch"] or batches
+    ]
+
+
+def problem_from(
+    seq: int, heads: tuple[int, int] | None, head_dim: int, tokens: int = TOKENS, seq_q: int | None = None
+) -> Problem:
+    """One problem of about `tokens` tokens; `seq_q` rows of each sequence, as many as keys where nothing is said."""
     if seq > 2**24:
         raise InputError(f"--seq must be at most {2**24}, but got {seq}.")
     query, key = heads or (max(1, WIDTH // head_dim),) * 2
-    return Problem(max(1, tokens // seq), query, key, seq, seq)
+    return Problem(max(1, tokens // seq), query, key, seq_q or seq, seq)

@@ -56,6 +56,10 @@ def _print_combinations(context: click.Context, option: click.Parameter, wanted:
         context.exit()
 
 
+# A decode is of one new token.
+ROWS = {"decode": 1}
+
+
 @click.command("show")
 @options.gpu_option
 @options.op_option
@@ -66,7 +70,9 @@ def _print_combinations(context: click.Context, option: click.Parameter, wanted:
 @options.with_option
 @options.score_mod_option
 @options.mask_mod_option
-@click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True, help="Length of q and k.")
+@click.option(
+    "--seq", type=click.IntRange(min=1), default=4096, show_default=True, help="Keys, and rows but of a decode."
+)
 @click.option("--family", help="Only this kernel family.")
 @click.option("--source", is_flag=True, help="Print the generated source too.")
 @click.option(
@@ -84,7 +90,8 @@ def show_command(gpu: str, seq: int, source: bool, as_json: bool, **given: Any) 
         (given["score_mod"], given["mask_mod"]),
     )  # fmt: skip
     selections = [
-        select(spec, options.problem_from(seq, None, spec.head_dim), target, given["family"]) for spec in specs
+        select(spec, options.problem_from(seq, None, spec.head_dim, seq_q=ROWS.get(spec.op)), target, given["family"])
+        for spec in specs
     ]
     if as_json:
         click.echo(json.dumps([_selection_plain(selection, source) for selection in selections], indent=2))

@@ -16,13 +16,16 @@ import torch
 from rich.console import Console
 
 from flashgen import store
+from flashgen.benchmark import kv_bytes
 from flashgen.candidates import Method
 from flashgen.cli import options
 from flashgen.compile import require_triton
 from flashgen.errors import InputError, StoreError, TuneError
 from flashgen.families import Family, families_of, family_named
+from flashgen.graphs import ROTATED_BYTES
 from flashgen.hardware import Gpu, current_gpu, driver_version
 from flashgen.paths import user_dir
+from flashgen.problem import Problem
 from flashgen.report import (
     outcome_to_plain,
     refusal_table,
@@ -31,10 +34,12 @@ from flashgen.report import (
     tune_progress,
     winners_tables,
 )
-from flashgen.spec import Op
+from flashgen.spec import Op, Spec
 from flashgen.tune import Outcome, Request, tune, warm_start
 from flashgen.workers import Workers
 
+# Of a decode, unless options say others.
+BATCHES, LENGTHS = (1, 16, 64), (4096, 32768, 131072)
 DEFAULT_BUDGET_S = {"measured": 600.0, "estimated": 45.0}
 
 
@@ -50,6 +55,11 @@ DEFAULT_BUDGET_S = {"measured": 600.0, "estimated": 45.0}
 @options.score_mod_option
 @options.mask_mod_option
 @click.option("--seq", type=options.IntegerList(), default="1024,4096,16384", show_default=True, help="Lengths.")
+@options.batch_option
+@options.seq_q_option
+@options.seq_kv_option
+@options.page_size_option
+@options.cache_option
 @click.option("--family", help="Only this kernel family.")
 @click.option("--trials", type=click.IntRange(min=1), default=100, show_default=True, help="Candidates per spec.")
 @click.option("--budget", type=click.FloatRange(min=1), help="Seconds for all; default 600 measured, 45 estimated.")
@@ -62,16 +72,21 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
 
     With that GPU in this machine every candidate is checked and timed: `measured`. Without it, candidates are really
     compiled for it and ranked by a model: `estimated`. Ctrl-C keeps what is done. `--op training` tunes forward and
-    backward: they share no choice, so the fastest of each are together the fastest.
+    backward: they share no choice, so the fastest of each are together the fastest. `--op decode` tunes what reads a
+    cache of keys, as CUDA graphs launch it; sizes that differ in batch only get one winner.
     """
+    options.own_options(given["op"], ("seq", "score_mod", "mask_mod"))
     require_triton()
     target = options.gpu_from(gpu)
     specs = options.specs_from(
         target, given["head_dim"], given["head_dim_v"], given["dtype"], given["causal"], given["op"], given["features"],
         (given["score_mod"], given["mask_mod"]),
     )  # fmt: skip
-    problems = tuple(options.problem_from(length, given["heads"], given["head_dim"]) for length in seq)
     method = method_for(target)
+    problems = tuple(options.problem_from(length, given["heads"], given["head_dim"]) for length in seq)
+    if given["op"] == "decode":
+        specs = [replace(spec, paged=given["page_size"] is not None, cache=given["cache"]) for spec in specs]
+        problems = _that_fit(specs[0], options.decode_problems(given, BATCHES, LENGTHS), target)
     budget = given["budget"] or DEFAULT_BUDGET_S[method]
     requests = [
         Request(
@@ -110,6 +125,22 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
     click.echo(f"Stored in {path}", err=True)
     if method == "estimated":
         click.echo(f"Nothing ran: {target.name} is not in this machine. Tune there to replace the estimates.", err=True)
+
+
+def _that_fit(spec: Spec, problems: list[Problem], gpu: Gpu) -> tuple[Problem, ...]:
+    """Of a decode: those whose caches find room in the GPU's memory beside each other, small ones first."""
+    room = 0.8 * gpu.memory_bytes
+    sizes = {each: max(kv_bytes(spec, each), ROTATED_BYTES) for each in problems}
+    kept: list[Problem] = []
+    for each in sorted(problems, key=sizes.__getitem__):
+        room -= sizes[each]
+        if room >= 0:
+            kept.append(each)
+        else:
+            click.echo(f"Left out, for the GPU's memory: batch {each.batch} with {each.seq_kv} keys.", err=True)
+    if not kept:
+        raise InputError("no cache of these sizes fits into the GPU's memory: pass a smaller --batch or --seq-kv.")
+    return tuple(each for each in problems if each in kept)
 
 
 def _families(op: Op, name: str | None) -> tuple[Family, ...]:

@@ -8,11 +8,12 @@ from flashgen.families.hopper_bwd import HOPPER_BWD
 from flashgen.families.hopper_bwd_fused import HOPPER_BWD_FUSED
 from flashgen.families.hopper_fwd import HOPPER_FWD
 from flashgen.families.triton_bwd import TRITON_BWD
+from flashgen.families.triton_decode import TRITON_DECODE
 from flashgen.families.triton_fwd import TRITON_FWD
 from flashgen.spec import Op
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (HOPPER_FWD, TRITON_FWD, HOPPER_BWD_FUSED, HOPPER_BWD, TRITON_BWD)
+    family.name: family for family in (HOPPER_FWD, TRITON_FWD, HOPPER_BWD_FUSED, HOPPER_BWD, TRITON_BWD, TRITON_DECODE)
 }
 
 

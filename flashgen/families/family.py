@@ -115,6 +115,7 @@ class Variant:
             "num_stages": "s",
             "index_bits": "i",
             "advance": "a",
+            "blocks_per_sm": "b",
             "dkdv_block_q": "dkdv_q",
             "dkdv_block_kv": "kv",
             "dkdv_num_warps": "w",

@@ -21,7 +21,7 @@ CHOICES = {
 }
 
 
-def _uses_wgmma(config: Config, gpu: Gpu) -> bool:
+def uses_wgmma(config: Config, gpu: Gpu) -> bool:
     """Hopper's and Blackwell's matrix instructions need 64 rows and a whole warpgroup."""
     return has_warpgroups(gpu) and config["block_q"] >= 64 and config["num_warps"] >= 4
 
@@ -61,12 +61,12 @@ def shared_memory(spec: Spec, config: Config, gpu: Gpu) -> tuple[int, int]:
     if spec.dtype == "fp8":
         # V is turned around on its way, in a buffer of its own; small tiles become fp16 on machines with warpgroups.
         v = block_kv * spec.block_dv
-        if _uses_wgmma(config, gpu):
+        if uses_wgmma(config, gpu):
             # What no 16-byte copies reach is not copied ahead.
             ahead = stages if spec.head_dim % 16 == 0 else 1
             return q + ahead * (kv - v) + v, q + stages * kv + v + 1024
         return q + (stages - 1) * kv, 2 * q + stages * kv + 2 * p
-    if _uses_wgmma(config, gpu):
+    if uses_wgmma(config, gpu):
         low = q + (stages * kv if stages > 1 else kv // 2)
         # Blackwell's, with the address of tensor memory: at most 700 seen, of wide heads 1072.
         barriers = (2048 if spec.wide else 1024) if gpu.sm >= 100 else 0

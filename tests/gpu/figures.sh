@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The figures of README.md, measured on this machine's GPU: tests/gpu/figures.sh FOLDER [STEP ...]
-# Steps: forward backward training article mods gpt (default: all). Each writes a file; one that takes too long keeps what it
+# Steps: forward backward training decode article mods gpt (default: all). Each writes a file; one that takes too long keeps what it
 # has. FA3 and FA4 take part where fa3-fwd and flash-attn-4 are installed.
 set -u
 folder=$1
@@ -17,12 +17,13 @@ bench() {
     echo "$name: $? ($(grep -c median_us "$folder/$name.json") rows)"
 }
 
-for step in "${@:-forward backward training article mods gpt}"; do
+for step in "${@:-forward backward training decode article mods gpt}"; do
     for each in $step; do
         case $each in
             forward) bench forward --host --head-dim 64,128,256 --seq 512,2048,8192,16384 --peers flashgen,fa2,cudnn,flex,fa3,fa4 ;;
             backward) bench backward --host --op backward --head-dim 64,128,256 --seq 2048,8192,16384 --peers flashgen,fa2,cudnn,flex,fa4 ;;
             training) bench training --op training --head-dim 64,128 --seq 2048,8192 --peers flashgen,fa2,cudnn,flex,fa4 ;;
+            decode) bench decode --op decode ;;
             article) bench article --dtype fp16 --heads 8 --head-dim 128 --seq 512,1024,2048,4096,8192,16384,32768 --memory --peers flashgen,fa2,plain ;;
             mods)
                 bench mods_forward --mods --head-dim 64,128 --seq 4096,16384 --peers flashgen,flex,fa3,fa4

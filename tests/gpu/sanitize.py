@@ -2,6 +2,7 @@
 
 compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py forward backward modified
 compute-sanitizer --tool racecheck python tests/gpu/sanitize.py forward
+compute-sanitizer --tool racecheck python tests/gpu/sanitize.py decode
 for pair in 0 1 2 3 4 5 6 7 8 9 10 11; do compute-sanitizer python tests/gpu/sanitize.py modified:$pair & done
 """
 
@@ -17,6 +18,8 @@ import torch
 from flashgen.benchmark import inputs
 from flashgen.cases import Case
 from flashgen.check import FLOOR, FORWARD_FACTOR, Accuracy, check, max_error
+from flashgen.check_decode import check_decode
+from flashgen.decode_cases import DECODE_CASES
 from flashgen.evaluate import with_workspace
 from flashgen.families import FAMILIES, Family, Variant
 from flashgen.hardware import current_gpu
@@ -86,11 +89,21 @@ def modified(pairs: Sequence[tuple[str, str]] = PAIRS) -> None:
         _checked(Variant(family, spec, family.default(spec, current_gpu())))
 
 
+def decode() -> None:
+    family = FAMILIES["triton_decode"]
+    served: dict[str, Any] = {"paged": True, "appended": True, "varlen": True}
+    for fields in ({}, served, {**served, "window": True, "sinks": True}, {"cache": "int8", "descale": "token"}):
+        spec = Spec("decode", dtype="bf16", causal="bottom_right", **fields)  # type: ignore[arg-type]
+        variant = Variant(family, spec, family.default(spec, current_gpu()))
+        result = check_decode(launcher(variant), spec, "cuda", DECODE_CASES[:4])
+        assert isinstance(result, Accuracy), (variant.slug, result)
+
+
 if __name__ == "__main__":
     for each in sys.argv[1:]:
         name, _, place = each.partition(":")
         if place:
             modified(PAIRS[int(place) :][:1])
         else:
-            {"forward": forward, "backward": backward, "modified": modified}[name]()
+            {"forward": forward, "backward": backward, "modified": modified, "decode": decode}[name]()
         print(f"{each}: all right", flush=True)
