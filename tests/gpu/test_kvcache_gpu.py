@@ -10,6 +10,7 @@ import pytest
 import torch
 from kvcaches import Stored, in_pages, in_rows, ints, random, starts, tokens
 from torch import Tensor
+from waiting import waits_are_errors
 
 import flashgen
 from flashgen import kvcache_plans, launch
@@ -188,7 +189,8 @@ def test_graphs_are_replayed_with_other_lengths() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             o, lse = _call(q, stored, **new)
-        for step, lengths in enumerate((LENGTHS, shorter, [length + 2 for length in shorter])):
+        # The last ones count what the step before appended; behind it is NaN.
+        for step, lengths in enumerate((LENGTHS, shorter, [length + 1 for length in shorter])):
             stored.cache_seqlens.copy_(ints(lengths))
             q.copy_(_draw(*q.shape, seed=20 + step))
             for each in new.values():
@@ -196,7 +198,8 @@ def test_graphs_are_replayed_with_other_lengths() -> None:
             copy = stored._replace(k_cache=stored.k_cache.clone(), v_cache=stored.v_cache.clone())
             graph.replay()
             expected = _call(q, copy, **new)
-            assert torch.equal(o, expected[0]) and torch.equal(lse, expected[1])
+            # An eager call may find a tuned variant, for which a capture does not look.
+            assert not known or (torch.equal(o, expected[0]) and torch.equal(lse, expected[1]))
             assert torch.equal(stored.k_cache.view(torch.uint8), copy.k_cache.view(torch.uint8))
             for index, length in enumerate(lengths):
                 _assert_right(o[index], lse[index], q[index], *_of(stored, index, length + 1))
@@ -217,20 +220,14 @@ def test_nothing_waits_for_the_gpu_nor_is_made_again(monkeypatch: pytest.MonkeyP
     for call in calls.values():
         call()
     monkeypatch.setattr(kvcache_plans, "make", lambda call: pytest.fail("a plan is made again"))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for name, call in calls.items():
+    for name, call in calls.items():
+        # So that the queue of launches is not what is timed.
+        torch.cuda.synchronize()
+        with waits_are_errors():
             start = time.perf_counter()
             for _ in range(200):
                 call()
             record_property(f"host_us_{name}", (time.perf_counter() - start) / 200 * 1e6)
-            # So that the queue of launches is not what is timed.
-            torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_other_sizes_compile_nothing() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from modified_calls import FEATURES, options, random
 from torch import Tensor
+from waiting import waits_are_errors
 
 import flashgen
 from flashgen.check import Accuracy
@@ -152,12 +153,9 @@ def test_seeds_and_generators_on_the_gpu() -> None:
     assert torch.equal(call(dropout_seed=(5, 6)), call(dropout_seed=torch.tensor([5, 6], device="cuda")))
     with pytest.raises(InputError, match="generator must be a"):
         call(generator=torch.Generator())
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         call()
         call(dropout_seed=(5, 6))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_gradient_of_slopes() -> None:
