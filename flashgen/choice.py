@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -48,8 +48,8 @@ def choose(
 ) -> Lookup:
     """Decide entry by entry: measured before estimated, exact bucket before nearest, earlier file, faster.
 
-    Where none is for a spec with features, those for it with other expressions are asked, then those for it without
-    features, by what its family can do with them.
+    Where none is for a spec with features, those for it with other expressions are asked, then those for less than it
+    has, by what its family can do with them.
 
     Args:
         tuned: entries for this GPU with their files, first look-up first.
@@ -67,9 +67,8 @@ def choose(
     sought = [(spec.tuned_as.label, [each for each in tuned if each[1].spec.tuned_as == spec.tuned_as])]
     if spec.kind != spec.tuned_as:
         sought.append(("other expressions", [each for each in tuned if each[1].spec.kind == spec.kind]))
-    if spec != spec.plain:
-        plain = spec.plain.tuned_as
-        sought.append((plain.label, [each for each in tuned if each[1].spec.tuned_as == plain]))
+    for less in _with_less(spec):
+        sought.append((less.label, [each for each in tuned if each[1].spec.tuned_as == less]))
     for label, same in sought:
         notes.append(f"{len(same)} of {len(tuned)} entries for {gpu.name} are for {label}.")
         usable = _usable(same, spec, gpu, families, notes)
@@ -83,6 +82,16 @@ def choose(
             if of_method:
                 notes.append(f"{bucket.seq_q}x{bucket.seq_kv} lies outside the lengths of the {method} entries.")
     return Lookup(None, notes)
+
+
+def _with_less(spec: Spec) -> list[Spec]:
+    """What is asked in the place of a spec, in this order, up to the plain one."""
+    found = [spec.plain.tuned_as]
+    if spec.op == "decode":
+        # What `flashgen tune` knows of a decode: it reads a cache, by as many rows of each sequence.
+        reading = replace(spec, varlen=False, appended=False, descale="tensor")
+        found = [reading, replace(spec.plain, paged=spec.paged, cache=spec.cache), *found]
+    return [each for each in dict.fromkeys(found) if each != spec.tuned_as]
 
 
 def _usable(

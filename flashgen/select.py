@@ -132,8 +132,10 @@ def _select(spec: Spec, bucket: Bucket, gpu: Gpu, family: str | None, aligned: b
     why = f"{how} ({tuned_for}), {entry.time.median_us:.1f} us {entry.method}"
     if entry.spec.tuned_as != spec.tuned_as:
         # Its time is that of another kernel.
-        lacks = " and ".join((*spec.features, *spec.serving)) or f"descales of each {spec.descale}"
-        other = f"without its {lacks}" if entry.spec == entry.spec.plain else "with other expressions"
+        had = (*entry.spec.features, *entry.spec.serving)
+        lacks = [name for name in (*spec.features, *spec.serving) if name not in had]
+        lacks += [f"descales of each {spec.descale}"] * (spec.descale != entry.spec.descale)
+        other = f"without its {' and '.join(lacks)}" if lacks else "with other expressions"
         why = f"{how} ({tuned_for}), tuned for {entry.spec.label}, {other}"
     return Selection(
         variant=Variant(family_named(entry.family), spec, entry.config),

@@ -123,6 +123,23 @@ def test_entries_with_features_never_answer_other_specs() -> None:
         assert choose(tuned, other, AT_4096, H200).found is None
 
 
+def test_decodes_ask_for_less_and_less() -> None:
+    """Nobody tunes appending, ragged rows or numbers of their own; pages and a cache's type go last."""
+    plain = Spec("decode", causal="bottom_right")
+    stored = replace(plain, paged=True, cache="int8")
+    read = replace(stored, window=True)
+    asked = replace(read, appended=True, varlen=True, descale="head")
+    config = FAMILIES["triton_decode"].default(plain, H200)
+    tuned = [
+        (FIRST, replace(entry(), spec=spec, family="triton_decode", config=config))
+        for spec in (asked, read, stored, plain)
+    ]
+    for place, (_, best) in enumerate(tuned):
+        found = choose(tuned[place:][::-1], asked, AT_4096, H200).found
+        assert found is not None and found.entry is best
+    assert choose(tuned[:3], plain, AT_4096, H200).found is None
+
+
 def test_a_family_that_refuses_the_features_lends_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = Rule("features", lambda spec, config, gpu: "has no windows" if spec.window else None)
     other = replace(FAMILIES["triton_fwd"], name="other_fwd", rules=(rule, *FAMILIES["triton_fwd"].rules))

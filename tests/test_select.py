@@ -280,3 +280,11 @@ def test_features_that_nobody_tuned_take_what_was_tuned_without_them(tuned: Call
     assert _select(spec, family="triton_fwd").variant.config == USABLE[2]
     odd = replace(ODD, softcap=True)
     assert _select(odd, family="triton_fwd").method == "default"
+
+
+def test_a_decode_is_told_what_it_was_tuned_without(tuned: Callable[..., Path]) -> None:
+    spec = Spec("decode", 72, 72, causal="bottom_right", paged=True, cache="int8")
+    decode = FAMILIES["triton_decode"]
+    tuned(replace(entry(4096), spec=spec, family=decode.name, config=decode.default(spec, H200)))
+    why = _select(replace(spec, appended=True, sinks=True, descale="token")).why
+    assert why.endswith(f"tuned for {spec.label}, without its sinks and appended and descales of each token")
