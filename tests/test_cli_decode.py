@@ -166,6 +166,13 @@ def test_caches_that_no_memory_holds_are_left_out(capsys: pytest.CaptureFixture[
         tune._that_fit(spec, problems[3:], gpu)
 
 
+def test_caches_of_the_widest_dtype_find_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 and 30 GiB in fp16, twice as much in fp32."""
+    sizes = ("--batch", "160,480", "--seq-kv", "131072")
+    assert [len(each.problems) for each in _requests(monkeypatch, *sizes)] == [2]
+    assert [len(each.problems) for each in _requests(monkeypatch, *sizes, "--dtype", "fp16,fp32")] == [1, 1]
+
+
 def test_tune_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real kernels; one winner for both batches of a length, which calls with other batches and in pages get, too."""
     path = tmp_path / "a100.yaml"

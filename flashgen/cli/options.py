@@ -125,7 +125,9 @@ cache_option = click.option(
     "--cache", type=click.Choice(get_args(Cache)), default="none", help="Of a decode: type of the cache; none: q's."
 )
 page_size_option = click.option("--page-size", type=click.IntRange(16, 2**20), help="Of a decode: tokens of a page.")
-heads_option = click.option("--heads", type=Heads(), help="Heads, or heads/kv_heads; default: 2048 / head_dim.")
+heads_option = click.option(
+    "--heads", type=Heads(), help="Heads, or heads/kv_heads; default: 2048 / head_dim, of a decode 32/8."
+)
 with_option = click.option(
     "--with",
     "features",

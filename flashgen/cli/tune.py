@@ -34,7 +34,7 @@ from flashgen.report import (
     tune_progress,
     winners_tables,
 )
-from flashgen.spec import Op, Spec
+from flashgen.spec import KV_DTYPES, Op, Spec
 from flashgen.tune import Outcome, Request, tune, warm_start
 from flashgen.workers import Workers
 
@@ -86,7 +86,8 @@ def tune_command(gpu: str, seq: tuple[int, ...], as_json: bool, **given: Any) ->
     problems = tuple(options.problem_from(length, given["heads"], given["head_dim"]) for length in seq)
     if given["op"] == "decode":
         specs = [replace(spec, paged=given["page_size"] is not None, cache=given["cache"]) for spec in specs]
-        problems = _that_fit(specs[0], options.decode_problems(given, BATCHES, LENGTHS), target)
+        widest = max(specs, key=lambda spec: KV_DTYPES[spec.kv_dtype].itemsize)
+        problems = _that_fit(widest, options.decode_problems(given, BATCHES, LENGTHS), target)
     budget = given["budget"] or DEFAULT_BUDGET_S[method]
     requests = [
         Request(
