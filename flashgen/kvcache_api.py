@@ -68,8 +68,8 @@ def attention_kvcache(
         window: (left, right), as for `attention`, around j = i + (keys - seq_q).
         alibi_slopes: [heads] or [batch, heads].
         return_lse: whether to return the log-sum-exp, too.
-        num_splits: into how many parts keys are divided, which are computed beside each other. None chooses by what
-            fills the GPU; with a number the bits of a row do not depend on the others of the batch.
+        num_splits: into how many parts keys are divided, 1 to 128, which are computed beside each other. None chooses
+            by what fills the GPU; with a number the bits of a row do not depend on the others of the batch.
         cu_seqlens_q: int32 [batch + 1], cumulative: sequence s has the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] of
             q, or none.
         max_seqlen_q: with cu_seqlens_q; no sequence has more rows; what lies beyond is neither computed nor appended.

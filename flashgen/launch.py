@@ -14,11 +14,12 @@ from torch import Tensor
 from flashgen import descriptors
 from flashgen.bound import Bound, Run, with_spare
 from flashgen.compile import Launch, compile_kernel, launches, module_of
-from flashgen.errors import InputError, UnsupportedError
+from flashgen.errors import UnsupportedError
 from flashgen.families import Variant
-from flashgen.families.serving import MAX_SPLITS, planned
+from flashgen.families.serving import planned
 from flashgen.features import DESCALES
 from flashgen.hardware import gpu_of
+from flashgen.serving import check_splits
 from flashgen.spec import Spec
 
 if TYPE_CHECKING:
@@ -209,8 +210,7 @@ def split_for(variant: Variant, *tensors: Tensor, num_splits: int | None = None,
     module = module_of(variant)
     named = dict(zip(laid_out(variant.spec), tensors, strict=True))
     sized = [named[name] for name in ("q", "k", "block_table") if name in named]
-    if num_splits is not None and (type(num_splits) is not int or not 1 <= num_splits <= MAX_SPLITS):
-        raise InputError(f"num_splits must be from 1 to {MAX_SPLITS}, or None, but got {num_splits!r}.")
+    check_splits(num_splits)
     if num_splits is None:
         num_splits = module.split_count(*sized, multiprocessors or gpu_of(tensors[0].device.index).num_sms)
     return Split(num_splits, *module.workspace_size(*sized, num_splits))

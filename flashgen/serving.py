@@ -15,6 +15,9 @@ from flashgen.modifiers import Modifiers, Options, check_cap, modifiers_from
 from flashgen.problem import Problem
 from flashgen.tensors import check_device, check_scale, with_contiguous_rows
 
+# Programs that may share the keys of a row.
+MAX_SPLITS = 128
+
 
 class Call(NamedTuple):
     """The arguments, not judged yet; `causal` is a Spec's."""
@@ -54,16 +57,21 @@ def judged(call: Call) -> tuple[Problem, Modifiers]:
         InputError: the arguments do not fit together.
         UnsupportedError: nothing runs on this device.
     """
-    q, cache, splits = call.q, call.cache, call.num_splits
+    q, cache = call.q, call.cache
     problem = check(q, cache)
     check_scale(call.scale, q.dtype)
     check_device(q.device, call.family)
-    if splits is not None and (isinstance(splits, bool) or not isinstance(splits, int) or splits < 1):
-        raise InputError(f"num_splits must be None or a number from 1 on, but got {splits!r}.")
+    check_splits(call.num_splits)
     modifiers = modifiers_from((problem.batch, problem.heads, problem.seq_q, problem.seq_kv), q, call.options)
     check_cap(call.options, call.scale)
     descales_of(cache, problem.batch)
     return problem, modifiers
+
+
+def check_splits(num_splits: object) -> None:
+    """Refuse more splits than a kernel has room for, or none; None means as many as fill the GPU."""
+    if num_splits is not None and (type(num_splits) is not int or not 1 <= num_splits <= MAX_SPLITS):
+        raise InputError(f"num_splits must be from 1 to {MAX_SPLITS}, or None, but got {num_splits!r}.")
 
 
 def descales_of(cache: Cache, batch: int) -> tuple[Number, Number]:

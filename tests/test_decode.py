@@ -17,12 +17,12 @@ from flashgen.decode_inputs import as_split, served_inputs
 from flashgen.errors import InputError, UnsupportedError
 from flashgen.export import write
 from flashgen.families import Variant
-from flashgen.families.serving import MAX_SPLITS
 from flashgen.gate import MAX_STACK
 from flashgen.hardware import KNOWN_GPUS, Gpu
 from flashgen.launch import arguments_of, laid_out, split_for
 from flashgen.model import predict_us
 from flashgen.problem import Problem
+from flashgen.serving import MAX_SPLITS
 from flashgen.spec import Spec
 from flashgen.workers import Workers
 

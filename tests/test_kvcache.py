@@ -416,8 +416,9 @@ NO_FIT: dict[str, tuple[dict[str, Any], str]] = {
     "cap and scale": ({"softcap": 1e-10, "scale": 1e30}, "scale must be at most"),
     "slopes": ({"alibi_slopes": torch.zeros(5)}, r"alibi_slopes must be \[6\] or \[5, 6\]"),
     "sinks": ({"sinks": torch.zeros(2)}, r"sinks must be \[6\]"),
-    "splits": ({"num_splits": 0}, "num_splits must be None or a number from 1 on, but got 0"),
-    "splits kind": ({"num_splits": True}, "num_splits must be None or a number from 1 on, but got True"),
+    "no splits": ({"num_splits": 0}, "num_splits must be from 1 to 128, or None, but got 0"),
+    "too many splits": ({"num_splits": 129}, "num_splits must be from 1 to 128, or None, but got 129"),
+    "splits kind": ({"num_splits": True}, "num_splits must be from 1 to 128, or None, but got True"),
     "descale": ({"descale_k": 2.0}, "descale_k is for caches of float8_e4m3fn or int8, but got torch.float32"),
 }
 

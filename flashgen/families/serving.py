@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flashgen.families.modified import derived as of_features
+from flashgen.serving import MAX_SPLITS
 from flashgen.spec import Spec
-
-# Programs that may share the keys of a row.
-MAX_SPLITS = 128
 
 # For the docstring of `launch`.
 _DESCALES_DESCRIBED = {
