@@ -99,7 +99,13 @@ def check_decode(
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (first, second)))
+    """Of tensors of one layout all memory, that between rows as well."""
+    return torch.equal(_memory(first), _memory(second))
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """All that it is a view of, in bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @dataclass(frozen=True)
@@ -129,5 +135,6 @@ def _run(launch: Launch, spec: Spec, case: DecodeCase, call: Served) -> _Outcome
 
 
 def _copy(cache: Tensor) -> Tensor:
-    """In memory of the same order."""
-    return cache.clone(memory_format=torch.preserve_format)
+    """The same view of a copy of all its memory: `clone` leaves out what is poisoned between rows."""
+    memory = _memory(cache).clone().untyped_storage()
+    return cache.new_empty(0).set_(memory, cache.storage_offset(), cache.shape, cache.stride())
