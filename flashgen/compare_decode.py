@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashgen.benchmark import Measurement, extra_memory, interleaved, kv_bytes
 from flashgen.check import FLOOR, max_error
-from flashgen.decode_inputs import copied, served_inputs
+from flashgen.decode_inputs import served_inputs
 from flashgen.decode_peers import DECODE_PEERS, Cached
 from flashgen.errors import InputError, UnsupportedError, did_you_mean
 from flashgen.graphs import Replayed, copies_of, eager_us, in_turns
@@ -114,8 +114,8 @@ def _caches(spec: Spec, problem: Problem, count: int) -> list[Cached]:
     call = Cached(q, k, v, given["cache_seqlens"], pages, spec.causal != "none")
     calls = [call]
     for _ in range(count - 1):
-        again = None if pages is None else (copied(pages[0]), copied(pages[1]), pages[2])
-        calls.append(call._replace(k=copied(k), v=copied(v), pages=again))
+        again = None if pages is None else (pages[0].clone(), pages[1].clone(), pages[2])
+        calls.append(call._replace(k=k.clone(), v=v.clone(), pages=again))
     return calls
 
 

@@ -69,12 +69,7 @@ def rotating_inputs(spec: Spec, problem: Problem, device: str) -> list[dict[str,
     """The same several times, each with caches of its own, so that a launch finds in L2 nothing that another read."""
     given = served_inputs(spec, problem, device)
     others = range(copies_of(kv_bytes(spec, problem)) - 1)
-    return [given, *({**given, "k": copied(given["k"]), "v": copied(given["v"])} for _ in others)]
-
-
-def copied(cache: Tensor) -> Tensor:
-    """In memory of the same order."""
-    return cache.clone(memory_format=torch.preserve_format)
+    return [given, *({**given, "k": given["k"].clone(), "v": given["v"].clone()} for _ in others)]
 
 
 def _descale(spec: Spec, k: Tensor) -> Tensor | float:

@@ -15,7 +15,7 @@ from flashgen.check import Accuracy, Launch, check
 from flashgen.check_decode import SCRATCH, check_decode
 from flashgen.decode_inputs import rotating_inputs
 from flashgen.families import Variant
-from flashgen.graphs import Replayed, in_turns, served
+from flashgen.graphs import Replayed, in_turns, measured
 from flashgen.launch import arguments_of, bind, laid_out, launcher, scratch_for, split_for, workspace_size
 from flashgen.problem import Problem
 from flashgen.reference import tiled_attention
@@ -80,7 +80,7 @@ def _calls(variant: Variant, problem: Problem) -> list[Callable[[], None]]:
 def _timed(variant: Variant, problem: Problem, repeat_ms: int) -> Measurement:
     calls = _calls(variant, problem)
     if variant.spec.op == "decode":
-        return served(calls, kv_bytes(variant.spec, problem), repeat_ms)
+        return measured(calls, kv_bytes(variant.spec, problem), repeat_ms)
     return Measurement.of(sample(calls[0], warmup_ms=5, repeat_ms=repeat_ms))
 
 

@@ -95,7 +95,7 @@ def eager_us(calls: Sequence[Call], repeats: int = 5) -> float:
     return statistics.median(_between(all_of_them, rounds, repeats)) / (rounds * len(calls))
 
 
-def served(calls: Sequence[Call], size: int, repeat_ms: int = 20) -> Measurement:
+def measured(calls: Sequence[Call], size: int, repeat_ms: int = 20) -> Measurement:
     """How long a launch takes in a graph of such `in_turns`, and eagerly; `size`: bytes that each of them reads."""
     launches = in_turns(calls, size)
     found = Measurement.of(Replayed(launches).sample(repeat_ms=repeat_ms))
