@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flashgen.errors import UnsupportedError
+from flashgen.errors import InputError, UnsupportedError
 from flashgen.hardware import gpu_of
 from flashgen.launch import bind, is_aligned, laid_out
 from flashgen.problem import Problem
@@ -50,7 +50,7 @@ def select_and_bind(
             return selection, None, not capturing
         try:
             bound = bind(selection.variant, *views)
-        except UnsupportedError:
+        except (InputError, UnsupportedError):
             raise
         except Exception as error:  # whatever a compiler does with a config that was tuned under another version
             if selection.method == "default":
