@@ -40,6 +40,7 @@ def select_and_bind(
         the selection; the bound kernels, None where there is nothing to launch; and whether both hold for later calls.
 
     Raises:
+        InputError: `bind` says so.
         UnsupportedError: no kernel does this.
     """
     with _planning:
