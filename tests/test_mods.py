@@ -156,7 +156,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(compare, "DEVICE", "cpu")
     monkeypatch.setattr(compare, "interleaved", interleaved)
-    monkeypatch.setattr(compare, "_extra_memory", lambda call: 0)
+    monkeypatch.setattr(compare, "extra_memory", lambda call: 0)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     yield timed
 

@@ -119,7 +119,9 @@ def test_dtypes_and_accuracy_of_the_results(dtype: torch.dtype) -> None:
     for actual, exact in zip(tiled_backward(q, k, v, o, lse, do, causal="bottom_right"), expected, strict=True):
         assert actual.dtype == dtype
         # The output that delta is made of is rounded, and so are the sums: a group sum in 16 bits would be far off.
-        assert (actual.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * exact.abs().max()
+        # Sums of 136 products in fp32 have errors of their own, in the order in which this CPU adds them up.
+        units = 8 if dtype == torch.float32 else 4
+        assert (actual.double() - exact).abs().max() <= units * torch.finfo(dtype).eps * exact.abs().max()
 
 
 @every_causal
