@@ -174,10 +174,10 @@ def test_golden_file_compiles(which: int, workers: Workers) -> None:
     assert resident * (used.shared + 1024) <= H200.shared_per_sm
     assert resident * used.registers * threads <= H200.registers_per_sm
     # Between tiles some values wait in memory: of three consumers, which have 160 registers; 24 bytes with Triton 3.9,
-    # of fp8 with each.
+    # of fp8 with each, and 8 more with both.
     newest = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
     fp8 = golden.spec.dtype == "fp8"
-    assert used.stack <= (128 if golden.config["consumers"] == 3 else 24 if newest or fp8 else 0)
+    assert used.stack <= (128 if golden.config["consumers"] == 3 else 24 * (newest or fp8) + 8 * (newest and fp8))
     # What was measured to lose: spills, products that ptxas serialises, P that LLVM carries as single values.
     loop = used.loop
     assert loop["wgmma"] == (golden.spec.block_d + golden.config["block_kv"]) // (32 if fp8 else 16)
