@@ -83,7 +83,9 @@ def test_golden_file_compiles(golden: Variant, gpu: Gpu, compiled: dict[tuple[st
         # Keys and values are copied 16 bytes at a time, behind the back of what computes.
         config, spec = golden.config, golden.spec
         bytes_ = config["block_kv"] * (spec.block_d + spec.block_dv) * (1 if spec.cache != "none" else 2)
-        assert 0 < resources.loop["cp_async"] <= 2 * bytes_ // (16 * 32 * config["num_warps"])
+        # Some Tritons copy the numbers of tokens ahead as well.
+        more = 4 if spec.descale == "token" else 0
+        assert 0 < resources.loop["cp_async"] <= 2 * bytes_ // (16 * 32 * config["num_warps"]) + more
 
 
 def test_every_option_reaches_the_compiler(workers: Workers) -> None:
